@@ -1,0 +1,34 @@
+"""The exceptions that cuflash raises beside ValueError (shapes) and TypeError (types)."""
+
+from __future__ import annotations
+
+__all__ = ["CompileError", "DriverError", "MissingKernelError", "UnsupportedError"]
+
+
+class UnsupportedError(NotImplementedError):
+    """A legal request that cuflash does not serve; the message names the rule and what to do instead."""
+
+
+class MissingKernelError(RuntimeError):
+    """No compiled kernel was found and compiling is switched off (``CUFLASH_DISABLE_JIT``) or impossible."""
+
+
+class DriverError(RuntimeError):
+    """A call of the CUDA driver failed, or there is no usable driver."""
+
+
+class CompileError(RuntimeError):
+    """NVRTC refused a kernel.
+
+    Attributes
+    ----------
+    log : str
+        NVRTC's log.
+    source_path : str or None
+        Where the rendered source was written, if it could be.
+    """
+
+    def __init__(self, message: str, log: str = "", source_path: str | None = None) -> None:
+        super().__init__(message)
+        self.log = log
+        self.source_path = source_path

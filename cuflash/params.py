@@ -1,0 +1,110 @@
+"""Kernel parameter blocks: one declaration gives the C struct, its static_asserts and the packer."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+
+@dataclass(frozen=True, slots=True)
+class CType:
+    """A C type as the device sees it and as ``struct`` packs it."""
+
+    name: str
+    format: str
+    size: int
+    align: int
+
+
+POINTER = CType("void*", "Q", 8, 8)
+I64 = CType("i64", "q", 8, 8)
+I32 = CType("i32", "i", 4, 4)
+F32 = CType("float", "f", 4, 4)
+FAST_DIV = CType("FastDiv", "QII", 16, 8)
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    name: str
+    type: CType
+    comment: str
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedField:
+    name: str
+    type: CType
+    comment: str
+    offset: int
+
+
+@dataclass(frozen=True)
+class ParameterBlock:
+    """The single ``__grid_constant__`` argument of a kernel.
+
+    Pointers come first and in the order of a call, so that a launch rewrites only the head of a packed block.
+    """
+
+    fields: tuple[Field, ...]
+
+    @cached_property
+    def placed(self) -> tuple[PlacedField, ...]:
+        placed, offset = [], 0
+        for f in self.fields:
+            offset = -(-offset // f.type.align) * f.type.align
+            placed.append(PlacedField(f.name, f.type, f.comment, offset))
+            offset += f.type.size
+        return tuple(placed)
+
+    @cached_property
+    def size(self) -> int:
+        last = self.placed[-1]
+        align = max(f.type.align for f in self.fields)
+        return -(-(last.offset + last.type.size) // align) * align
+
+    def pack(self, values: Mapping[str, int | float | tuple[int, ...]]) -> bytes:
+        """The block's bytes; ``values`` must name every field and no other."""
+        if values.keys() != {f.name for f in self.fields}:
+            raise KeyError(f"parameter names differ: {sorted(values.keys() ^ {f.name for f in self.fields})}")
+        block = bytearray(self.size)
+        for f in self.placed:
+            value = values[f.name]
+            struct.pack_into("<" + f.type.format, block, f.offset, *(value if isinstance(value, tuple) else (value,)))
+        return bytes(block)
+
+
+def fast_div(divisor: int) -> tuple[int, int, int]:
+    """(magic, shift, divisor) such that ``n // divisor == n * magic >> shift`` for 0 <= n < 2**31.
+
+    Granlund and Montgomery, Division by Invariant Integers using Multiplication, PLDI 1994.
+    """
+    shift = 31 + (divisor - 1).bit_length()
+    return -(-(1 << shift) // divisor), shift, divisor
+
+
+FORWARD = ParameterBlock(
+    (
+        Field("q", POINTER, ""),
+        Field("k", POINTER, ""),
+        Field("v", POINTER, ""),
+        Field("out", POINTER, ""),
+        Field("lse", POINTER, "null: not wanted"),
+        *(
+            Field(f"{tensor}_{axis}_stride", I64, "in elements")
+            for tensor in ("q", "k", "v", "out")
+            for axis in ("batch", "seq", "head", "dim")
+        ),
+        Field("heads", FAST_DIV, "query heads"),
+        Field("group", FAST_DIV, "query heads per key/value head"),
+        Field("batch_heads", I32, "batch * query heads"),
+        Field("seqlen_q", I32, ""),
+        Field("seqlen_k", I32, ""),
+        Field("causal_offset", I32, "query i sees keys j <= i + causal_offset"),
+        Field("m_tiles", I32, "query tiles"),
+        Field("first_tile", I32, "query tiles of earlier launches of the same call (gridDim.y ends at 65535)"),
+        Field("scale_log2", F32, "scale * log2(e)"),
+        Field("lazy_slack", F32, "scores may exceed the softmax reference by this much before it is raised"),
+    )
+)

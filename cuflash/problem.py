@@ -1,0 +1,51 @@
+"""What is computed: everything about a call that changes the generated code, and nothing else."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Dtype = Literal["float16", "bfloat16"]
+Mask = Literal["full", "causal"]
+
+MAX_HEAD_DIM = 256
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionProblem:
+    """One kernel's worth of decisions made by the caller.
+
+    Lengths, head counts, strides, the scale and the causal offset are run-time parameters: they are not here.
+
+    Parameters
+    ----------
+    head_dim, head_dim_v : int
+        D of Q and K, and Dv of V and the output; 1 to 256.
+    dtype : {"float16", "bfloat16"}
+        Type of Q, K, V and the output.
+    mask : {"full", "causal"}
+        Both causal alignments are the same code: the offset is a run-time parameter.
+    access_bytes : {16, 8, 4, 2}
+        The widest global access that every pointer, stride and head dim allows. 2 is the scalar variant,
+        which also honours a stride on the last axis.
+    scale_first : bool
+        Multiply the scores by the scale before the softmax instead of folding it into the exponential: for
+        scales that are zero, negative, or so small or large that their reciprocal is useless.
+    arch : str
+        Compile target, for example ``"sm_90"``.
+    """
+
+    head_dim: int
+    head_dim_v: int
+    dtype: Dtype
+    mask: Mask
+    access_bytes: int
+    scale_first: bool
+    arch: str
+
+    def __post_init__(self) -> None:
+        for name, value in (("head_dim", self.head_dim), ("head_dim_v", self.head_dim_v)):
+            if not 1 <= value <= MAX_HEAD_DIM:
+                raise ValueError(f"{name} is {value}; accepted are 1 to {MAX_HEAD_DIM}")
+        if self.access_bytes not in (16, 8, 4, 2):
+            raise ValueError(f"access_bytes is {self.access_bytes}; accepted are 16, 8, 4 and 2")

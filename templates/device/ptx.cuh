@@ -1,0 +1,119 @@
+// Every instruction that the kernels use beyond plain C++, one wrapper each, named after the instruction.
+// Section numbers are those of the PTX ISA manual, chapter 9. The CPU emulation in tests/emulation replaces this header.
+#pragma once
+#include "device/types.cuh"
+
+// ---- launch geometry and shared memory
+
+DEVICE unsigned char* dynamic_smem() {
+    extern __shared__ __align__(1024) unsigned char smem[];
+    return smem;
+}
+DEVICE u32 smem_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+
+// Read anew where it is used, so that no register holds it through the main loop.
+DEVICE int thread_index() {
+    int t;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(t));
+    return t;
+}
+DEVICE void cta_sync() { __syncthreads(); }
+DEVICE void warp_sync() { __syncwarp(); }
+DEVICE bool warp_any(bool predicate) { return __any_sync(~0u, predicate); }
+
+// ---- asynchronous copies (9.7.9.25.3: cp.async)
+
+// Copies kBytes when `go` is set; with kZeroFill only the first `valid` bytes are read and the others become zero.
+// Predicated inside the asm: a branch would split the basic block of the main loop (110 more instructions there).
+template <int kBytes, bool kZeroFill>
+DEVICE void cp_async(u32 dst, const void* src, u32 valid, bool go) {
+    const u64 from = (u64)__cvta_generic_to_global(src);
+    if constexpr (kBytes == 16 && kZeroFill)
+        asm volatile("{.reg .pred p; setp.ne.b32 p, %3, 0; @p cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;}"
+                     :: "r"(dst), "l"(from), "r"(valid), "r"((int)go));
+    else if constexpr (kBytes == 16)
+        asm volatile("{.reg .pred p; setp.ne.b32 p, %2, 0; @p cp.async.cg.shared.global.L2::128B [%0], [%1], 16;}"
+                     :: "r"(dst), "l"(from), "r"((int)go));
+    else
+        asm volatile("{.reg .pred p; setp.ne.b32 p, %3, 0; @p cp.async.ca.shared.global [%0], [%1], %4, %2;}"
+                     :: "r"(dst), "l"(from), "r"(valid), "r"((int)go), "n"(kBytes));
+}
+DEVICE void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int kPending>
+DEVICE void cp_async_wait() { asm volatile("cp.async.wait_group %0;" :: "n"(kPending) : "memory"); }
+
+// ---- plain memory accesses
+
+DEVICE void st_shared(u32 address, u32 value) { asm volatile("st.shared.b32 [%0], %1;" :: "r"(address), "r"(value) : "memory"); }
+DEVICE void st_shared(u32 address, const Chunk& c) {
+    asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};"
+                 :: "r"(address), "r"(c.word[0]), "r"(c.word[1]), "r"(c.word[2]), "r"(c.word[3]) : "memory");
+}
+DEVICE Chunk ld_shared_chunk(u32 address) {
+    Chunk c;
+    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(c.word[0]), "=r"(c.word[1]), "=r"(c.word[2]), "=r"(c.word[3]) : "r"(address) : "memory");
+    return c;
+}
+DEVICE u16 ld_global_u16(const void* p) { return *(const u16*)p; }
+DEVICE void st_global(void* p, u16 value) { *(u16*)p = value; }
+DEVICE void st_global(void* p, u32 value) { *(u32*)p = value; }
+DEVICE void st_global(void* p, float value) { *(float*)p = value; }
+DEVICE void st_global(void* p, u64 value) { *(u64*)p = value; }
+DEVICE void st_global(void* p, const Chunk& value) { *(Chunk*)p = value; }
+
+// ---- matrix fragments (9.7.15.4.8: mma.m16n8k16; 9.7.15.4.14: ldmatrix)
+
+DEVICE void ldmatrix_x4(u32 (&r)[4], u32 address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(address));
+}
+DEVICE void ldmatrix_x4_trans(u32 (&r)[4], u32 address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(address));
+}
+
+// d += a * b, or d = a * b with kFirst. a: 16x16 by rows, b: 16x8 by columns, d: 16x8 in fp32.
+template <bool kBf16, bool kFirst>
+DEVICE void mma_m16n8k16(float* d, const u32 (&a)[4], u32 b0, u32 b1) {
+    const float c0 = kFirst ? 0.f : d[0], c1 = kFirst ? 0.f : d[1], c2 = kFirst ? 0.f : d[2], c3 = kFirst ? 0.f : d[3];
+    if constexpr (kBf16)
+        asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%10, %11, %12, %13};"
+                     : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(c0), "f"(c1), "f"(c2), "f"(c3));
+    else
+        asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%10, %11, %12, %13};"
+                     : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(c0), "f"(c1), "f"(c2), "f"(c3));
+}
+
+// Two fp32 values as one register of the element type, round to nearest even; `low` goes to the lower half.
+template <bool kBf16>
+DEVICE u32 pack_pair(float low, float high) {
+    u32 r;
+    if constexpr (kBf16) asm("cvt.rn.bf16x2.f32 %0, %2, %1;" : "=r"(r) : "f"(low), "f"(high));
+    else asm("cvt.rn.f16x2.f32 %0, %2, %1;" : "=r"(r) : "f"(low), "f"(high));
+    return r;
+}
+
+// ---- arithmetic (9.7.3)
+
+DEVICE float exp2_approx(float x) { float y; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
+DEVICE float log2_approx(float x) { float y; asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
+DEVICE float rcp_approx(float x) { float y; asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
+DEVICE float max_f32(float a, float b) { return fmaxf(a, b); }
+DEVICE float fma_f32(float a, float b, float c) { return __fmaf_rn(a, b, c); }
+DEVICE float mul_f32(float a, float b) { return __fmul_rn(a, b); }   // never contracted into an fma
+DEVICE int float_bits(float x) { return __float_as_int(x); }
+DEVICE float bits_float(int x) { return __int_as_float(x); }
+DEVICE int max3_s32(int a, int b, int c) { return __vimax3_s32(a, b, c); }
+
+// Over the four lanes that hold one row of an accumulator fragment.
+DEVICE float quad_max(float x) {
+    x = max_f32(x, __shfl_xor_sync(~0u, x, 1));
+    return max_f32(x, __shfl_xor_sync(~0u, x, 2));
+}
+DEVICE float quad_sum(float x) {
+    x += __shfl_xor_sync(~0u, x, 1);
+    return x + __shfl_xor_sync(~0u, x, 2);
+}
