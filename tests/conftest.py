@@ -1,0 +1,95 @@
+"""What every test gets: a kernel cache of its own, a watchdog, and a visible count of the GPU tests that did not run.
+
+Test files import the shared helpers as ``from tests.oracle import ...``: the repository's root is on ``sys.path``.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+from collections.abc import Iterator
+from functools import lru_cache
+from pathlib import Path
+
+import pytest
+
+GPU_SECONDS = 120
+"""A GPU test that runs longer hangs; ``@pytest.mark.gpu(timeout=...)`` allows another time."""
+
+CPU_SECONDS = 900
+"""The same for all other tests, which share two cores with whatever else runs."""
+
+_stderr = pytest.StashKey[int]()
+
+
+@lru_cache(maxsize=1)
+def gpu_count() -> int:
+    """CUDA devices of this machine; 0 without cuda-bindings or without a driver."""
+    try:
+        from cuda.bindings import driver
+    except ImportError:
+        return 0
+    try:
+        if driver.cuInit(0)[0] != driver.CUresult.CUDA_SUCCESS:
+            return 0
+        return int(driver.cuDeviceGetCount()[1])
+    except RuntimeError:  # cuda-bindings found no libcuda
+        return 0
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[_stderr] = os.dup(2)  # before pytest captures it
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    os.close(config.stash[_stderr])
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not any(item.get_closest_marker("gpu") for item in items) or gpu_count():
+        return
+    skip = pytest.mark.skip(reason="GPU test: no CUDA device")
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(skip)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """Ends the run, with every thread's stack on stderr, when a test hangs.
+
+    faulthandler's watchdog needs neither the GIL nor a signal: it also ends a test that waits inside the driver.
+    """
+    gpu = item.get_closest_marker("gpu")
+    seconds = gpu.kwargs.get("timeout", GPU_SECONDS) if gpu else CPU_SECONDS
+    faulthandler.dump_traceback_later(seconds, exit=True, file=item.config.stash[_stderr])
+    try:
+        return (yield)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    skipped = [report for report in terminalreporter.stats.get("skipped", []) if "gpu" in report.keywords]
+    if skipped:
+        terminalreporter.section("GPU tests", sep="-", yellow=True)
+        terminalreporter.line(f"{len(skipped)} GPU tests did not run: {_reasons(skipped)}", yellow=True)
+
+
+def _reasons(reports: list[pytest.TestReport]) -> str:
+    return "; ".join(sorted({report.longrepr[2].removeprefix("Skipped: ") for report in reports}))
+
+
+@pytest.fixture(scope="session")
+def shared_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The kernel cache that the GPU tests share, since each kernel costs a second of compiling."""
+    return tmp_path_factory.mktemp("kernels")
+
+
+@pytest.fixture(autouse=True)
+def kernel_cache(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The test's kernel cache directory: never the user's, and shared among the GPU tests alone."""
+    name = "shared_cache" if request.node.get_closest_marker("gpu") else "tmp_path"
+    root: Path = request.getfixturevalue(name) / "cuflash"
+    monkeypatch.setenv("CUFLASH_CACHE_DIR", str(root))
+    yield root
