@@ -1,0 +1,312 @@
+"""The CUDA driver: contexts, kernel loading, launches, device figures. A thin layer over ``cuda.bindings.driver``.
+
+Four rules: only the calls that cuflash needs are here; errors become `DriverError`; results come back bare, not as
+tuples; nothing touches the driver before a function is called.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from .errors import DriverError
+
+if TYPE_CHECKING:
+    from .compiler import Compiled
+
+_cu: Any = None
+"""The bindings, once `_driver` has initialised them; `launch` reads it without a call."""
+
+
+@functools.cache
+def _driver() -> Any:
+    """The bindings of an initialised driver."""
+    global _cu
+    try:
+        from cuda.bindings import driver
+    except ImportError as error:
+        raise DriverError(
+            "the CUDA bindings for Python are not installed: pip install 'cuflash[cuda12]' or 'cuflash[cuda13]'"
+        ) from error
+    try:
+        (status,) = driver.cuInit(0)
+    except RuntimeError as error:  # libcuda cannot be loaded
+        raise DriverError(
+            "no CUDA driver (libcuda) was found: install the NVIDIA driver, or pass NumPy arrays to run on the CPU"
+        ) from error
+    _cu = driver
+    check((status,))
+    return driver
+
+
+def check(result: tuple[Any, ...]) -> Any:
+    """Unpack what a call of the bindings returned: None, the value, or a tuple of values.
+
+    Raises
+    ------
+    DriverError
+        The call failed; the message has CUDA's name of the error and its description.
+    """
+    status, *values = result
+    if status:
+        name, text = (_cu.cuGetErrorName(status)[1], _cu.cuGetErrorString(status)[1])
+        raise DriverError(f"{_text(name) or int(status)}: {_text(text) or 'an error that this driver does not know'}")
+    if not values:
+        return None
+    return values[0] if len(values) == 1 else tuple(values)
+
+
+def _text(value: bytes | None) -> str:
+    return value.decode("ascii", "replace") if value else ""
+
+
+# --- devices ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceProperties:
+    """Figures of one device.
+
+    Attributes
+    ----------
+    name : str
+    compute_capability : tuple of int
+    multiprocessors : int
+    clock_hz : float
+        Peak clock of the multiprocessors.
+    memory_bytes_per_second : float
+        Peak bandwidth of the device memory: two transfers per clock over the whole bus.
+    memory_bytes, l2_bytes, smem_per_block, smem_per_sm : int
+        Sizes in bytes; ``smem_per_block`` is the limit after opting in.
+    """
+
+    name: str
+    compute_capability: tuple[int, int]
+    multiprocessors: int
+    clock_hz: float
+    memory_bytes_per_second: float
+    memory_bytes: int
+    l2_bytes: int
+    smem_per_block: int
+    smem_per_sm: int
+
+
+def device_count() -> int:
+    """Number of visible devices."""
+    return int(check(_driver().cuDeviceGetCount()))
+
+
+@functools.cache
+def _device(ordinal: int) -> Any:
+    return check(_driver().cuDeviceGet(ordinal))
+
+
+def _attribute(ordinal: int, name: str) -> int:
+    cu = _driver()
+    return int(check(cu.cuDeviceGetAttribute(cu.CUdevice_attribute[f"CU_DEVICE_ATTRIBUTE_{name}"], _device(ordinal))))
+
+
+@functools.cache
+def device_compute_capability(ordinal: int) -> tuple[int, int]:
+    """(major, minor) of a device."""
+    major, minor = (_attribute(ordinal, f"COMPUTE_CAPABILITY_{part}") for part in ("MAJOR", "MINOR"))
+    return major, minor
+
+
+@functools.cache
+def device_properties(ordinal: int) -> DeviceProperties:
+    """The figures of a device that choose, explain and measure kernels."""
+    cu = _driver()
+    bus_bytes = _attribute(ordinal, "GLOBAL_MEMORY_BUS_WIDTH") // 8
+    return DeviceProperties(
+        name=check(cu.cuDeviceGetName(256, _device(ordinal))).split(b"\0")[0].decode("utf-8", "replace"),
+        compute_capability=device_compute_capability(ordinal),
+        multiprocessors=_attribute(ordinal, "MULTIPROCESSOR_COUNT"),
+        clock_hz=1e3 * _attribute(ordinal, "CLOCK_RATE"),
+        memory_bytes_per_second=2e3 * _attribute(ordinal, "MEMORY_CLOCK_RATE") * bus_bytes,
+        memory_bytes=int(check(cu.cuDeviceTotalMem(_device(ordinal)))),
+        l2_bytes=_attribute(ordinal, "L2_CACHE_SIZE"),
+        smem_per_block=_attribute(ordinal, "MAX_SHARED_MEMORY_PER_BLOCK_OPTIN"),
+        smem_per_sm=_attribute(ordinal, "MAX_SHARED_MEMORY_PER_MULTIPROCESSOR"),
+    )
+
+
+# --- contexts --------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def _primary_context(ordinal: int) -> Any:
+    """The context that CuPy, torch, JAX and the CUDA runtime share; retained for the life of the process."""
+    return check(_driver().cuDevicePrimaryCtxRetain(_device(ordinal)))
+
+
+def current_device() -> int:
+    """The ordinal of the current context's device; 0, as in the CUDA runtime, where no context is current."""
+    cu = _driver()
+    if not int(check(cu.cuCtxGetCurrent())):
+        return 0
+    return int(check(cu.cuCtxGetDevice()))
+
+
+def ensure_context(ordinal: int) -> None:
+    """Make a device's primary context current in a thread that has none; other threads are left alone."""
+    cu = _driver()
+    if not int(check(cu.cuCtxGetCurrent())):
+        check(cu.cuCtxSetCurrent(_primary_context(ordinal)))
+
+
+class device_context:  # noqa: N801 - used as a function
+    """Context manager: a device's primary context is current inside, and the previous one again after it.
+
+    Costs one query where the context is current already.
+    """
+
+    __slots__ = ("_context", "_pushed")
+
+    def __init__(self, ordinal: int) -> None:
+        self._context = _primary_context(ordinal)
+        self._pushed = False
+
+    def __enter__(self) -> None:
+        if int(check(_cu.cuCtxGetCurrent())) != int(self._context):
+            check(_cu.cuCtxPushCurrent(self._context))
+            self._pushed = True
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._pushed:
+            self._pushed = False
+            check(_cu.cuCtxPopCurrent())
+
+
+# --- kernels ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """A kernel that is loaded on one device.
+
+    Attributes
+    ----------
+    handle : int
+        The ``CUfunction``. It is valid as long as this object lives.
+    symbol : str
+    device : int
+        The ordinal of its device.
+    library : object
+        What owns the code.
+    """
+
+    handle: int
+    symbol: str
+    device: int
+    library: _Library
+
+
+class _Library:
+    """A loaded ``CUlibrary``, unloaded with the last kernel that uses it."""
+
+    __slots__ = ("_library",)
+
+    def __init__(self, image: bytes) -> None:
+        cu = _driver()
+        self._library = check(cu.cuLibraryLoadData(image, None, None, 0, None, None, 0))
+
+    def kernel(self, symbol: str) -> Any:
+        return check(_cu.cuLibraryGetKernel(self._library, symbol.encode("ascii")))
+
+    def __del__(self) -> None:
+        # At interpreter exit the driver may be gone already, and a failed load has nothing to unload.
+        if _cu is not None and hasattr(self, "_library"):
+            _cu.cuLibraryUnload(self._library)
+
+
+def load_kernel(compiled: Compiled, smem_bytes: int, device: int) -> Kernel:
+    """Load a cubin (or PTX) on a device and allow it its shared memory.
+
+    The code is on the device when this returns: nothing is left to a first launch, which could lie inside a stream
+    capture.
+
+    Parameters
+    ----------
+    compiled : Compiled
+    smem_bytes : int
+        Dynamic shared memory of a launch.
+    device : int
+        Ordinal.
+
+    Raises
+    ------
+    DriverError
+        The driver refused the code, the symbol or the amount of shared memory.
+    """
+    try:
+        with device_context(device):
+            library = _Library(compiled.cubin)
+            function = check(_cu.cuKernelGetFunction(library.kernel(compiled.symbol)))
+            attribute = _cu.CUfunction_attribute
+            for name, value in (
+                (attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, smem_bytes),
+                (attribute.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, 100),
+            ):
+                check(_cu.cuFuncSetAttribute(function, name, value))
+    except DriverError as error:
+        raise DriverError(
+            f"loading {compiled.symbol} ({compiled.arch}, {smem_bytes} bytes of shared memory) "
+            f"on device {device} failed: {error}"
+        ) from error
+    return Kernel(int(function), compiled.symbol, device, library)
+
+
+class ArgumentBuffer:
+    """Host memory for a kernel's one argument, and the array of one pointer to it that a launch takes.
+
+    The driver copies the bytes during the launch, so a buffer can be filled again as soon as `launch` returns; two
+    threads need two buffers.
+
+    Attributes
+    ----------
+    block : writable buffer of ``size`` bytes
+        For ``struct.pack_into`` and slice assignment.
+    address : int
+        What `launch` takes as ``params_address``.
+    """
+
+    __slots__ = ("_pointer", "address", "block")
+
+    def __init__(self, size: int) -> None:
+        self.block = (ctypes.c_ubyte * size)()
+        self._pointer = ctypes.c_void_p(ctypes.addressof(self.block))
+        self.address = ctypes.addressof(self._pointer)
+
+
+def launch(
+    handle: int,
+    grid: tuple[int, int, int],
+    block: tuple[int, int, int],
+    smem_bytes: int,
+    stream: int,
+    params_address: int,
+) -> None:
+    """Launch a loaded kernel; its device's context must be current.
+
+    Parameters
+    ----------
+    handle : int
+        `Kernel.handle`.
+    grid, block : tuple of int
+        Thread blocks and threads.
+    smem_bytes : int
+        Dynamic shared memory.
+    stream : int
+        ``CUstream`` handle.
+    params_address : int
+        `ArgumentBuffer.address` of the parameter block.
+    """
+    result = _cu.cuLaunchKernel(handle, *grid, *block, smem_bytes, stream, params_address, 0)
+    if result[0]:
+        check(result)
