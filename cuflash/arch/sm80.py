@@ -1,0 +1,52 @@
+"""Tuning table of the Ampere-style kernels (mma.sync, ldmatrix, cp.async), for every target.
+
+Figures are medians on an H200 beside torch's flash backend (FlashAttention-2), bf16, 16384 tokens, 2048 channels; see bench/LOG.md.
+Rows of targets that were not measured follow from shared memory and registers, and say so.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..config import KernelConfig
+from ..problem import AttentionProblem
+
+LARGE = ("sm_90", "sm_100")
+"""227 KiB of shared memory for a block."""
+SMALL = ("sm_86", "sm_89", "sm_120")
+"""99 KiB of shared memory for a block."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """The config of every problem whose larger head dim is at most ``head_dim`` on one of ``arches``."""
+
+    arches: tuple[str, ...]
+    head_dim: int
+    config: KernelConfig
+
+
+def _row(arches: tuple[str, ...], head_dim: int, block_m: int, block_n: int, *, warps: int, q: int, ctas: int, reason: str) -> Row:
+    return Row(arches, head_dim, KernelConfig("forward_sm80", block_m, block_n, warps, 2, q, ctas, reason))
+
+
+FORWARD = (
+    _row(LARGE, 64, 128, 64, warps=4, q=4, ctas=2, reason="32 rows a warp; Q in registers saves a third of ldmatrix"),
+    _row(LARGE, 128, 128, 64, warps=4, q=0, ctas=2, reason="32 rows a warp halve K and V traffic; two blocks hide softmax"),
+    _row(LARGE, 192, 128, 64, warps=8, q=12, ctas=1, reason="O leaves room for 16 rows a warp; all of Q in registers"),
+    _row(LARGE, 256, 128, 64, warps=8, q=8, ctas=1, reason="O leaves room for 16 rows a warp; half of Q in registers"),
+    _row(("sm_80",), 64, 128, 64, warps=4, q=4, ctas=2, reason="as on sm_90; not measured there"),
+    _row(("sm_80",), 128, 128, 48, warps=4, q=0, ctas=2, reason="two blocks within 164 KiB; not measured there"),
+    _row(("sm_80",), 192, 128, 64, warps=8, q=12, ctas=1, reason="144 KiB of 163; not measured there"),
+    _row(("sm_80",), 256, 128, 48, warps=8, q=4, ctas=1, reason="160 KiB of 163; not measured there"),
+    _row(SMALL, 64, 128, 64, warps=4, q=4, ctas=2, reason="two blocks within 100 KiB; not measured there"),
+    _row(SMALL, 128, 128, 64, warps=8, q=8, ctas=1, reason="96 KiB of 99, so one block of 8 warps; not measured there"),
+    _row(SMALL, 192, 64, 48, warps=4, q=8, ctas=1, reason="96 KiB of 99; not measured there"),
+    _row(SMALL, 256, 64, 32, warps=4, q=4, ctas=1, reason="96 KiB of 99; not measured there"),
+)
+
+
+def forward_config(problem: AttentionProblem) -> KernelConfig:
+    """The first row that serves the problem."""
+    head_dim = max(problem.head_dim, problem.head_dim_v)
+    return next(row.config for row in FORWARD if problem.arch in row.arches and head_dim <= row.head_dim)

@@ -1,0 +1,66 @@
+// What happens after the last key tile: normalise, write LSE, and send O through shared memory so that it leaves in 16-byte stores.
+#pragma once
+#include "device/softmax.cuh"
+#include "device/tile.cuh"
+
+constexpr float kLn2 = 0.693147180559945309f;
+
+// Divides O by the row sums; lse[w][r] becomes the natural log of the row's sum of exponentials. A row that sees no key: O = 0, -inf.
+template <int kRowBlocks, int kColumns, int kColumnsOut>
+DEVICE void normalise(float (&o)[kRowBlocks][kColumnsOut / 2], float (&lse)[kRowBlocks][2],
+                      const OnlineSoftmax<kRowBlocks, kColumns, kColumnsOut>& softmax, float scale) {
+    #pragma unroll
+    for (int w = 0; w < kRowBlocks; w++)
+        #pragma unroll
+        for (int r = 0; r < 2; r++) {
+            const float total = quad_sum(softmax.sum[w][r]);
+            const float inverse = total == 0.f ? 0.f : rcp_approx(total);   // NaN stays NaN
+            lse[w][r] = total == 0.f ? kMinusInfinity : (mul_f32(softmax.reference[w][r], scale) + log2_approx(total)) * kLn2;
+            #pragma unroll
+            for (int i = 0; i < kColumnsOut / 8; i++) { o[w][4 * i + 2 * r] *= inverse; o[w][4 * i + 2 * r + 1] *= inverse; }
+        }
+}
+
+// O of a warp's rows into its own rows of the staging tile; other warps' rows are not touched, so a warp barrier is enough.
+template <bool kBf16, int kPitch, int kRowBlocks, int kColumnsOut>
+DEVICE void stage_output(u32 warp_smem, const float (&o)[kRowBlocks][kColumnsOut / 2], int lane) {
+    #pragma unroll
+    for (int w = 0; w < kRowBlocks; w++)
+        #pragma unroll
+        for (int r = 0; r < 2; r++) {
+            const int row = 16 * w + 8 * r + lane / 4;
+            #pragma unroll
+            for (int i = 0; i < kColumnsOut / 8; i++)
+                st_shared(warp_smem + row * kPitch + ((i ^ (row & 7)) << 4) + (lane & 3) * 4, pack_pair<kBf16>(o[w][4 * i + 2 * r], o[w][4 * i + 2 * r + 1]));
+        }
+}
+
+// One staged chunk to global memory in the widest stores that the output allows.
+template <int kAccessBytes>
+DEVICE void store_chunk(unsigned char* to, const Chunk& c, int valid_bytes, i64 dim_stride) {
+    if constexpr (kAccessBytes == 16) {
+        st_global(to, c);
+    } else {
+        #pragma unroll
+        for (int at = 0; at < kChunkBytes; at += kAccessBytes) {
+            if (at >= valid_bytes) break;
+            if constexpr (kAccessBytes == 8) st_global(to + at, (u64)c.word[at / 4] | (u64)c.word[at / 4 + 1] << 32);
+            if constexpr (kAccessBytes == 4) st_global(to + at, c.word[at / 4]);
+            if constexpr (kAccessBytes == 2) st_global(to + at / 2 * dim_stride, (u16)(c.word[at / 4] >> (8 * (at & 2))));
+        }
+    }
+}
+
+// The warp's staged rows to global memory; `out` points at its first row, of which rows_left exist.
+template <int kDim, int kPitch, int kRows, int kAccessBytes>
+DEVICE void store_output(u32 warp_smem, const GlobalRows& out, int rows_left, int lane) {
+    constexpr int kChunks = ceil_div(kDim, kChunkElements), kLanes = kChunks >= 32 ? 32 : next_pow2(kChunks);
+    #pragma unroll
+    for (int i = 0; i < kRows * kLanes / 32; i++) {
+        const int row = (i * 32 + lane) / kLanes, chunk = (i * 32 + lane) % kLanes;
+        if (row >= rows_left || chunk >= kChunks) continue;
+        const i64 column = chunk * kChunkElements * (kAccessBytes == 2 ? out.dim_stride : 2);
+        unsigned char* to = const_cast<unsigned char*>(out.base) + row * out.row_stride + column;
+        store_chunk<kAccessBytes>(to, ld_shared_chunk(warp_smem + row * kPitch + ((chunk ^ (row & 7)) << 4)), 2 * kDim - chunk * kChunkBytes, out.dim_stride);
+    }
+}
