@@ -1,0 +1,244 @@
+"""Attention on the CPU: blocked online softmax on NumPy arrays, the backend of machines without a GPU.
+
+The method is that of FlashAttention-2 (Dao 2023): scores exist one tile at a time, beside a running maximum and a
+running sum for each row, so that memory is O(N). Matrix products go to NumPy's BLAS, which brings its own threads.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+
+__all__ = ["Array", "Causal", "attention_cpu", "causal_offset"]
+
+Array: TypeAlias = "np.ndarray[Any, Any]"
+Causal: TypeAlias = Literal[False, "bottom_right", "top_left"]
+
+TILE_ROWS = 512
+TILE_KEYS = 512
+"""A tile of scores is 1 MiB in fp32: it stays in the L2 cache for the five passes over it, and is large enough
+for BLAS to run at full speed."""
+TILE_ELEMENTS = 1 << 18
+"""Small heads are taken together until the scores, K and V of a step fill this many elements."""
+
+
+def attention_cpu(
+    q: Array, k: Array, v: Array, *, causal: Causal, scale: float, out: Array, lse: Array | None = None
+) -> None:
+    """Write softmax(scale * Q K^T + mask) V into `out`, and the log-sum-exp of the masked scores into `lse`.
+
+    Arguments are taken as checked: `cuflash.attention` is the door.
+
+    Parameters
+    ----------
+    q : array (B, Hq, Nq, D)
+    k : array (B, Hk, Nk, D)
+    v : array (B, Hk, Nk, Dv)
+        Views of any strides; Hq is a multiple of Hk. float16, bfloat16 and float32 are computed in float32 without
+        rounding the probabilities, float64 in float64.
+    causal : False, "bottom_right" or "top_left"
+    scale : float
+        Any finite value.
+    out : array (B, Hq, Nq, Dv)
+        Shares no memory with the inputs.
+    lse : array (B, Hq, Nq), optional
+        Natural logarithm.
+
+    Notes
+    -----
+    Rows that see no key, or only scores of -inf, give 0 and an LSE of -inf. A NaN reaches exactly the rows that see it.
+    """
+    if 0 in q.shape[:3]:
+        return
+    offset = causal_offset(causal, q.shape[2], k.shape[2])
+    call = _Call(q, k, v, out, lse, scale, offset, _Scratch(_compute_dtype(q.dtype, scale)))
+    with np.errstate(all="ignore"):  # infinities and NaNs are values here, and quiet ones
+        for block in call.blocks():
+            _attend(call, block)
+
+
+def causal_offset(causal: Causal, seqlen_q: int, seqlen_k: int) -> int:
+    """The offset of the rule "query i sees key j if j <= i + offset"; without a mask every query sees every key."""
+    if causal == "top_left":
+        return 0
+    return seqlen_k - seqlen_q if causal else seqlen_k
+
+
+def _compute_dtype(dtype: np.dtype[Any], scale: float) -> np.dtype[Any]:
+    """float32, or float64 for float64 inputs and for a scale that would take float32 near its limits."""
+    extreme = scale != 0 and not 2.0**-64 < abs(scale) < 2.0**64
+    return np.dtype(np.float64 if dtype == np.float64 or extreme else np.float32)
+
+
+class _Scratch:
+    """Named working arrays that are allocated once and reshaped for every tile."""
+
+    def __init__(self, dtype: np.dtype[Any]) -> None:
+        self.dtype = dtype
+        self._arrays: dict[str, Array] = {}
+
+    def empty(self, name: str, shape: tuple[int, ...]) -> Array:
+        size = math.prod(shape)
+        array = self._arrays.get(name)
+        if array is None or array.size < size:
+            array = self._arrays[name] = np.empty(size, self.dtype)
+        return array[:size].reshape(shape)
+
+    def full(self, name: str, shape: tuple[int, ...], value: float) -> Array:
+        array = self.empty(name, shape)
+        array.fill(value)
+        return array
+
+    def copy(self, name: str, source: Array) -> Array:
+        """`source` in the dtype of the computation, contiguous: strides of any kind end here."""
+        array = self.empty(name, source.shape)
+        np.copyto(array, source, casting="unsafe")
+        return array
+
+    def operand(self, name: str, source: Array) -> Array:
+        """`source` itself if BLAS can read its matrices in place, else a copy."""
+        pitch, step = source.strides[-2:]
+        rows_follow = step == source.itemsize and pitch >= step * source.shape[-1] and pitch % step == 0
+        in_place = source.dtype == self.dtype and source.flags.aligned and rows_follow
+        return source if in_place else self.copy(name, source)
+
+
+@dataclass(frozen=True)
+class _Block:
+    """What one pass over the keys computes: some batches, some key/value heads, some queries."""
+
+    batches: slice
+    heads: slice
+    queries: slice
+
+
+@dataclass(frozen=True)
+class _Call:
+    q: Array
+    k: Array
+    v: Array
+    out: Array
+    lse: Array | None
+    scale: float
+    offset: int
+    scratch: _Scratch
+
+    @property
+    def group(self) -> int:
+        """Query heads per key/value head."""
+        return int(self.q.shape[1] // self.k.shape[1])
+
+    def blocks(self) -> Iterator[_Block]:
+        batch, heads, seqlen_k, head_dim = self.k.shape
+        seqlen_q = self.q.shape[2]
+        rows = min(seqlen_q, max(1, TILE_ROWS // self.group))
+        keys = min(seqlen_k, TILE_KEYS)
+        per_head = max(1, keys * (rows * self.group + head_dim + self.v.shape[3]))
+        heads_step = min(heads, max(1, TILE_ELEMENTS // per_head))
+        batch_step = max(1, TILE_ELEMENTS // (per_head * heads))
+        for b in range(0, batch, batch_step):
+            for h in range(0, heads, heads_step):
+                for m in range(0, seqlen_q, rows):
+                    yield _Block(
+                        slice(b, min(b + batch_step, batch)),
+                        slice(h, min(h + heads_step, heads)),
+                        slice(m, min(m + rows, seqlen_q)),
+                    )
+
+    def key_tiles(self, queries: slice) -> Iterator[tuple[slice, bool]]:
+        """The keys that some of these queries see, and whether a tile needs the mask."""
+        seqlen_k = self.k.shape[2]
+        for_all = min(max(queries.start + self.offset + 1, 0), seqlen_k)
+        for_some = min(max(queries.stop + self.offset, 0), seqlen_k)
+        for n in range(0, for_all, TILE_KEYS):
+            yield slice(n, min(n + TILE_KEYS, for_all)), False
+        for n in range(for_all, for_some, TILE_KEYS):
+            yield slice(n, min(n + TILE_KEYS, for_some)), True
+
+
+def _attend(call: _Call, block: _Block) -> None:
+    """One block of queries against all its keys. Arrays are (batch, kv head, group * query, ...)."""
+    scratch = call.scratch
+    q = _gather_queries(call, block)
+    batch, heads, rows, _ = q.shape
+    column = (batch, heads, rows, 1)
+    acc = scratch.full("acc", (batch, heads, rows, call.v.shape[3]), 0.0)
+    row_sum = scratch.full("row_sum", column, 0.0)
+    row_max = scratch.full("row_max", column, -np.inf)
+    tile_sum, new_max, shift = (scratch.empty(name, column) for name in ("tile_sum", "new_max", "shift"))
+
+    for keys, masked in call.key_tiles(block.queries):
+        k = scratch.operand("k", call.k[block.batches, block.heads, keys])
+        v = scratch.operand("v", call.v[block.batches, block.heads, keys])
+        p = scratch.empty("p", (batch, heads, rows, k.shape[2]))
+        np.matmul(q, k.swapaxes(2, 3), out=p)
+        hidden = _hidden(call, block.queries, keys) if masked else None
+        if hidden is not None:
+            np.copyto(_by_query(p, call.group), -np.inf, where=hidden)
+
+        np.max(p, axis=3, keepdims=True, out=new_max)
+        np.maximum(row_max, new_max, out=new_max)
+        np.copyto(shift, new_max)
+        shift[new_max == -np.inf] = 0.0  # nothing to see so far: exp(-inf - 0) = 0, where -inf + inf would be NaN
+        np.subtract(row_max, shift, out=row_max)
+        correction = np.exp(row_max, out=row_max)
+        np.subtract(p, shift, out=p)
+        np.exp(p, out=p)
+        np.matmul(p, scratch.full("ones", (k.shape[2], 1), 1.0), out=tile_sum)  # BLAS sums faster than np.sum
+
+        row_sum *= correction
+        row_sum += tile_sum
+        acc *= correction
+        acc += _weigh(scratch, p, v, hidden, call.group)
+        row_max, new_max = new_max, row_max
+
+    _store(call, block, acc, row_max, row_sum)
+
+
+def _gather_queries(call: _Call, block: _Block) -> Array:
+    """The block's queries times the scale; the query heads of a group are rows of one matrix."""
+    heads = slice(block.heads.start * call.group, block.heads.stop * call.group)
+    q = call.scratch.copy("q", call.q[block.batches, heads, block.queries])
+    q *= call.scale
+    batch, _, rows, head_dim = q.shape
+    return q.reshape(batch, -1, call.group * rows, head_dim)
+
+
+def _by_query(x: Array, group: int) -> Array:
+    """(batch, kv head, group * query, n) seen as (batch, kv head, group, query, n)."""
+    return x.reshape(*x.shape[:2], group, -1, x.shape[3])
+
+
+def _hidden(call: _Call, queries: slice, keys: slice) -> Array:
+    """The causal mask of a tile, (queries, keys): True where a key lies behind what the query may see."""
+    last = np.arange(queries.start, queries.stop) + call.offset
+    return np.arange(keys.start, keys.stop) > last[:, None]
+
+
+def _weigh(scratch: _Scratch, p: Array, v: Array, hidden: Array | None, group: int) -> Array:
+    """P V. A NaN or infinity of V must not reach the rows that it is hidden from, although their P is 0 there."""
+    product = scratch.empty("product", (*p.shape[:3], v.shape[3]))
+    if hidden is None or np.isfinite(v).all():
+        return np.matmul(p, v, out=product)
+    by_query = _by_query(product, group)
+    for row, visible in enumerate(np.count_nonzero(~hidden, axis=1)):
+        weights = _by_query(p, group)[:, :, :, row, :visible]
+        by_query[:, :, :, row] = np.matmul(weights, v[:, :, :visible])
+    return product
+
+
+def _store(call: _Call, block: _Block, acc: Array, row_max: Array, row_sum: Array) -> None:
+    heads = slice(block.heads.start * call.group, block.heads.stop * call.group)
+    where = block.batches, heads, block.queries
+    shape = call.out[where].shape
+    if call.lse is not None:
+        call.lse[where] = (row_max + np.log(row_sum)).reshape(shape[:3])
+    dead = row_sum == 0.0
+    row_sum[dead] = 1.0
+    acc /= row_sum
+    np.copyto(acc, 0.0, where=dead)
+    np.copyto(call.out[where], acc.reshape(shape), casting="unsafe")
