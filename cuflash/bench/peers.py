@@ -1,0 +1,114 @@
+"""Whom cuflash is timed beside: the backends of torch's scaled_dot_product_attention."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from .inputs import Case
+from .measure import Call
+
+OURS = "cuflash"
+
+
+@dataclass(frozen=True, slots=True)
+class Contestant:
+    """One implementation, ready to run on fixed inputs.
+
+    Attributes
+    ----------
+    call : callable
+        Queues the work on the current stream.
+    output : callable
+        Runs once and returns the result as a CuPy array of shape (batch, seq, heads, dim).
+    """
+
+    name: str
+    call: Call
+    output: Callable[[], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """A peer that does not take a case, and what it said."""
+
+    name: str
+    reason: str
+
+
+def torch_available() -> bool:
+    """Whether torch is installed and sees a GPU."""
+    if importlib.util.find_spec("torch") is None:
+        return False
+    import torch
+
+    return bool(torch.cuda.is_available())
+
+
+def ours(case: Case, arrays: list[Any]) -> Contestant:
+    """``cuflash.attention`` writing into the given output."""
+    import cuflash
+
+    q, k, v, out = arrays
+
+    def call() -> object:
+        return cuflash.attention(q, k, v, causal=case.causal, out=out)
+
+    def output() -> Any:
+        out[...] = float("nan")
+        call()
+        return out.copy()
+
+    return Contestant(OURS, call, output)
+
+
+def torch_backends() -> dict[str, Any]:
+    """The backends of SDPA by the names used in the tables."""
+    from torch.nn.attention import SDPBackend
+
+    return {
+        "flash": SDPBackend.FLASH_ATTENTION,
+        "cudnn": SDPBackend.CUDNN_ATTENTION,
+        "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    }
+
+
+def torch_peer(name: str, case: Case, arrays: list[Any]) -> Contestant | Refusal:
+    """An SDPA backend on the same memory; a refusal if the backend does not take the case."""
+    import torch
+    from torch.nn.attention import sdpa_kernel
+
+    sdpa = torch.nn.functional.scaled_dot_product_attention
+    backend = torch_backends()[name]
+    q, k, v = (torch.from_dlpack(a).transpose(1, 2) for a in arrays[:3])
+
+    def call() -> Any:
+        with sdpa_kernel(backend), torch.no_grad():
+            return sdpa(q, k, v, is_causal=case.causal)
+
+    def output() -> Any:
+        import cupy
+
+        return cupy.from_dlpack(call().transpose(1, 2))
+
+    try:
+        call()
+        torch.cuda.synchronize()
+    except RuntimeError as error:
+        return Refusal(name, str(error).strip().splitlines()[0])
+    return Contestant(name, call, output)
+
+
+def contestants(case: Case, arrays: list[Any], peers: tuple[str, ...]) -> tuple[list[Contestant], list[Refusal]]:
+    """Cuflash and the peers that take the case."""
+    found: list[Contestant] = [ours(case, arrays)]
+    refused: list[Refusal] = []
+    for name in peers:
+        peer = torch_peer(name, case, arrays)
+        if isinstance(peer, Refusal):
+            refused.append(peer)
+        else:
+            found.append(peer)
+    return found, refused

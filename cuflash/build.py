@@ -1,0 +1,75 @@
+"""Compiles many kernels in processes: for ``cuflash compile``, the benchmark and sweeps."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass
+from pathlib import Path
+
+from .config import KernelConfig
+from .problem import AttentionProblem
+
+Job = tuple[AttentionProblem, KernelConfig]
+
+UNBOUNDED = 1 << 62
+"""Size limit of a directory that is being filled on purpose: nothing is evicted from it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """One kernel of a build: its numbers, or why it failed."""
+
+    symbol: str
+    arch: str
+    registers: int = 0
+    spill_bytes: int = 0
+    smem_bytes: int = 0
+    seconds: float = 0.0
+    cached: bool = False
+    error: str = ""
+
+
+def build_one(job: Job, root: Path, max_bytes: int = UNBOUNDED) -> Built:
+    """Compile one kernel into the cache at ``root``, unless it is there."""
+    from .cache import KernelCache, cache_key
+    from .compiler import compile_source
+    from .errors import CompileError
+    from .kernels import symbol
+    from .render import render
+
+    problem, config = job
+    name = symbol(problem, config)
+    smem = config.smem_bytes(problem)
+    cache = KernelCache(root, max_bytes)
+    key = cache_key(problem, config)
+    compiled = cache.load(key)
+    cached = compiled is not None
+    if compiled is None:
+        try:
+            source = render(problem, config)
+            compiled = compile_source(source)
+        except CompileError as error:
+            return Built(name, problem.arch, smem_bytes=smem, error=f"{error}\n{error.log}".strip())
+        cache.publish(key, source, compiled, {"smem_bytes": smem})
+    return Built(name, problem.arch, compiled.registers, compiled.spill_bytes, smem, compiled.seconds, cached)
+
+
+def build(jobs: Sequence[Job], root: Path, workers: int | None = None, max_bytes: int = UNBOUNDED) -> Iterator[Built]:
+    """Compile kernels into the cache at ``root``, in the order in which they finish.
+
+    Processes, not threads: NVRTC compiles one program at a time in a process. They are spawned, because a forked
+    child cannot use a CUDA context of its parent.
+    """
+    workers = min(len(jobs), workers or len(os.sched_getaffinity(0)))
+    if workers <= 1:
+        for job in jobs:
+            yield build_one(job, root, max_bytes)
+        return
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(workers, mp_context=spawn) as pool:
+        running = [pool.submit(build_one, job, root, max_bytes) for job in jobs]
+        for future in as_completed(running):
+            yield future.result()
