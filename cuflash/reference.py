@@ -1,0 +1,171 @@
+"""What results are judged by: plain attention in float64, and the tile schedule of a GPU kernel executed by NumPy.
+
+Both take and return (batch, heads, seq, dim) arrays.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from .config import KernelConfig
+from .cpu import Array, Causal, attention_cpu, causal_offset
+
+__all__ = ["attention_cpu", "oracle", "tile_schedule"]
+
+LAZY_LOG2 = 8.0
+"""Probabilities may exceed 1 by this power of two before a kernel raises its softmax reference."""
+HUGE_EXPONENT = 2.0**22
+"""From here on a kernel subtracts the reference before it multiplies by the scale (see device/softmax.cuh)."""
+
+
+def oracle(q: Array, k: Array, v: Array, *, causal: Causal = False, scale: float | None = None) -> tuple[Array, Array]:
+    """Softmax(scale * Q K^T + mask) V as the formula says, one dense float64 matrix of scores for each head.
+
+    Parameters
+    ----------
+    q : array (B, Hq, Nq, D)
+    k : array (B, Hk, Nk, D)
+    v : array (B, Hk, Nk, Dv)
+        Any dtype that converts to float64.
+    causal : False, "bottom_right" or "top_left"
+    scale : float, optional
+        1 / sqrt(D) unless given.
+
+    Returns
+    -------
+    out : float64 array (B, Hq, Nq, Dv)
+    lse : float64 array (B, Hq, Nq)
+        Natural logarithm. Rows that see no key, or only scores of -inf, have 0 and -inf.
+    """
+    batch, heads, seqlen_q, head_dim = q.shape
+    seqlen_k = k.shape[2]
+    group = heads // max(1, k.shape[1])
+    scale = 1.0 / math.sqrt(head_dim) if scale is None else scale
+    queries, keys = np.arange(seqlen_q)[:, None], np.arange(seqlen_k)
+    visible = keys <= queries + causal_offset(causal, seqlen_q, seqlen_k)
+    out = np.empty((batch, heads, seqlen_q, v.shape[3]))
+    lse = np.empty((batch, heads, seqlen_q))
+    with np.errstate(all="ignore"):
+        for b, h in np.ndindex(batch, heads):
+            q1, k1, v1 = (x.astype(np.float64) for x in (q[b, h], k[b, h // group], v[b, h // group]))
+            scores = np.where(visible, scale * q1 @ k1.T, -np.inf)
+            out[b, h], lse[b, h] = _dense_softmax(scores, v1, visible)
+    return out, lse
+
+
+def _dense_softmax(scores: Array, v: Array, visible: Array) -> tuple[Array, Array]:
+    top = np.max(scores, axis=1, keepdims=True, initial=-np.inf)
+    weights = np.exp(scores - np.where(top == -np.inf, 0.0, top))
+    total = weights.sum(axis=1, keepdims=True)
+    if np.isfinite(v).all():
+        out = weights @ v
+    else:  # 0 * NaN is NaN: leave out what a row does not see instead of weighing it with 0
+        out = np.array([weights[i, seen] @ v[seen] for i, seen in enumerate(visible)]).reshape(len(scores), v.shape[1])
+    out = np.where(total == 0.0, 0.0, out / total)
+    return out, (top + np.log(total))[:, 0]
+
+
+def tile_schedule(
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    causal: Causal,
+    scale: float,
+    config: KernelConfig,
+    scale_first: bool = False,
+) -> tuple[Array, Array]:
+    """What the forward kernel of `config` computes, up to the order of sums inside a matrix product.
+
+    The last key tile comes first; a warp keeps an older softmax reference until a score exceeds it by 2**8 in the
+    probability; probabilities are rounded to the input dtype before P V; sums, maxima and products are float32.
+
+    Parameters
+    ----------
+    q, k, v : float16 or bfloat16 arrays
+        As in `oracle`.
+    causal, scale
+        As in `attention_cpu`.
+    config : KernelConfig
+        Gives ``block_m``, ``block_n`` and ``warps``.
+    scale_first : bool
+        The kernel variant that multiplies the scores by the scale before the softmax.
+
+    Returns
+    -------
+    out : array (B, Hq, Nq, Dv) of the input dtype
+    lse : float32 array (B, Hq, Nq)
+    """
+    batch, heads, seqlen_q, _ = q.shape
+    group = heads // max(1, k.shape[1])
+    offset = causal_offset(causal, seqlen_q, k.shape[2])
+    out = np.empty((batch, heads, seqlen_q, v.shape[3]), q.dtype)
+    lse = np.empty((batch, heads, seqlen_q), np.float32)
+    warp_rows = config.block_m // config.warps
+    with np.errstate(all="ignore"):
+        for b, h in np.ndindex(batch, heads):
+            q1, k1, v1 = (x.astype(np.float32) for x in (q[b, h], k[b, h // group], v[b, h // group]))
+            for first in range(0, seqlen_q, warp_rows):
+                rows = slice(first, min(first + warp_rows, seqlen_q))
+                warp = _Warp(q1[rows], v.shape[3], q.dtype, scale, scale_first)
+                block_end = first // config.block_m * config.block_m + config.block_m
+                last_visible = np.arange(rows.start, rows.stop) + offset
+                for keys in _key_tiles(block_end + offset, k.shape[2], config.block_n):
+                    if keys.start <= last_visible[-1]:
+                        warp.step(k1[keys], v1[keys], np.arange(keys.start, keys.stop) > last_visible[:, None])
+                out[b, h, rows], lse[b, h, rows] = warp.result()
+    return out, lse
+
+
+def _key_tiles(seen: int, seqlen_k: int, block_n: int) -> list[slice]:
+    """The key tiles of a thread block whose last row sees `seen` keys, in the kernel's order."""
+    starts = range(0, max(0, min(seen, seqlen_k)), block_n)
+    return [slice(start, min(start + block_n, seqlen_k)) for start in reversed(starts)]
+
+
+class _Warp:
+    """The registers of one warp: its rows of Q, O, the softmax reference and the row sums."""
+
+    def __init__(self, q: Array, head_dim_v: int, dtype: np.dtype[Any], scale: float, scale_first: bool) -> None:
+        log2_scale = np.float32(scale * math.log2(math.e))
+        self.q, self.dtype = q, dtype
+        self.first_factor = log2_scale if scale_first else np.float32(1.0)
+        self.factor = np.float32(1.0) if scale_first else log2_scale
+        self.slack = np.float32(LAZY_LOG2) / self.factor
+        self.o = np.zeros((len(q), head_dim_v), np.float32)
+        self.sum = np.zeros((len(q), 1), np.float32)
+        self.reference = np.full((len(q), 1), -np.inf, np.float32)
+
+    def step(self, k: Array, v: Array, hidden: Array) -> None:
+        scores = self.q @ k.T * self.first_factor
+        scores[hidden] = -np.inf
+        top = np.fmax.reduce(scores, axis=1, keepdims=True)
+        limit = self.reference + self.slack
+        usable = (limit >= 0) & (limit < self.slack * np.float32(HUGE_EXPONENT / LAZY_LOG2))
+        exponent = self.reference * self.factor
+        if not np.all(usable & (top < limit)):
+            exponent = self._raise_reference(scores, np.fmax(self.reference, top))
+        p = np.exp2((scores.astype(np.float64) * self.factor - exponent).astype(np.float32))  # a fused multiply-add
+        self.sum += p.sum(axis=1, keepdims=True)
+        self.o += p.astype(self.dtype).astype(np.float32) @ v
+
+    def _raise_reference(self, scores: Array, top: Array) -> Array:
+        """Rescale O and the sums to the new reference; returns what the step subtracts in the exponent."""
+        old, self.reference = self.reference, top
+        empty = top == -np.inf
+        huge = ~empty & (np.abs(top) >= self.slack * np.float32(HUGE_EXPONENT / LAZY_LOG2))
+        shift = np.where(huge, (old - top) * self.factor, old * self.factor - top * self.factor)
+        correction = np.where(old == -np.inf, np.float32(0.0), np.exp2(shift))
+        self.sum *= correction
+        self.o *= correction
+        scores -= np.where(huge, top, np.float32(0.0))
+        return np.where(empty | huge, np.float32(0.0), top * self.factor)
+
+    def result(self) -> tuple[Array, Array]:
+        dead = self.sum == 0.0
+        out = self.o * np.where(dead, np.float32(0.0), np.float32(1.0) / self.sum)
+        lse = (self.reference * self.factor + np.log2(self.sum)) * np.float32(math.log(2.0))
+        return out.astype(self.dtype), np.where(dead, np.float32(-np.inf), lse)[:, 0]
