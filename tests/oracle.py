@@ -1,0 +1,185 @@
+"""Shared by CPU, emulation and GPU tests: error measures, the ordinary implementation that errors are held against.
+
+Arrays are NumPy's, (batch, heads, seq, dim); a GPU test copies its results to the host first.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from cuflash.cpu import Array, Causal, causal_offset
+from cuflash.reference import oracle
+
+__all__ = [
+    "DTYPES",
+    "MAX_RATIO",
+    "Errors",
+    "assert_accurate",
+    "assert_lse",
+    "judge",
+    "measure",
+    "oracle",
+    "ordinary",
+    "poisoned",
+    "randn",
+    "strided_copy",
+    "unit_roundoff",
+]
+
+DTYPES = {
+    "float16": np.dtype(np.float16),
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+    "float32": np.dtype(np.float32),
+    "float64": np.dtype(np.float64),
+}
+MAX_RATIO = 1.5
+"""Errors may be this many times those of the ordinary implementation."""
+TILE = 64
+"""Rows of the tiles that an error report names."""
+
+
+@dataclass(frozen=True)
+class Errors:
+    """The two measures of an error, and where it is worst.
+
+    `frobenius` is relative to the reference's norm, `largest` absolute; `worst` is (batch, head, first row, column) of
+    the 64-row tile and the column with the largest error.
+    """
+
+    frobenius: float
+    largest: float
+    worst: tuple[int, int, int, int]
+
+    def __str__(self) -> str:
+        b, h, row, column = self.worst
+        tile = f"batch {b}, head {h}, rows {row}-{row + TILE - 1}, column {column}"
+        return f"relative Frobenius {self.frobenius:.3e}, largest {self.largest:.3e} in tile {tile}"
+
+
+def measure(result: Array, reference: Array) -> Errors:
+    """The errors of `result` against a float64 reference.
+
+    NaNs and infinities must stand in the same places (a comparison with NaN would accept anything there).
+    """
+    assert result.shape == reference.shape, f"shape {result.shape}, expected {reference.shape}"
+    result, reference = result.astype(np.float64), reference.astype(np.float64)
+    finite = np.isfinite(reference)
+    same = np.where(finite, np.isfinite(result), (result == reference) | (np.isnan(result) & np.isnan(reference)))
+    if not same.all():
+        at = tuple(int(i) for i in np.argwhere(~same)[0])
+        count = np.count_nonzero(~same)
+        raise AssertionError(f"{count} non-finite values differ, first at {at}: {result[at]}, expected {reference[at]}")
+    if not finite.any():
+        return Errors(0.0, 0.0, (0, 0, 0, 0))
+    error = np.where(finite, np.abs(np.where(finite, result, 0.0) - np.where(finite, reference, 0.0)), 0.0)
+    norm = float(np.linalg.norm(reference[finite]))
+    total = float(np.linalg.norm(error))
+    b, h, row, column = (int(i) for i in np.unravel_index(np.argmax(error), error.shape))
+    frobenius = total / norm if norm else (math.inf if total else 0.0)
+    return Errors(frobenius, float(error.max()), (b, h, row // TILE * TILE, column))
+
+
+def ordinary(q: Array, k: Array, v: Array, *, causal: Causal = False, scale: float | None = None) -> Array:
+    """Attention as one would write it on dense matrices in the input's dtype, and as GPU libraries compute it.
+
+    Scores, row sums and products in float32 (float64 for float64), probabilities rounded to the input's dtype.
+    """
+    work = np.dtype(np.float64 if q.dtype == np.float64 else np.float32)
+    group = q.shape[1] // k.shape[1]
+    scale = 1.0 / math.sqrt(q.shape[3]) if scale is None else scale
+    rows, columns = np.arange(q.shape[2])[:, None], np.arange(k.shape[2])
+    hidden = columns > rows + causal_offset(causal, q.shape[2], k.shape[2])
+    out = np.empty((*q.shape[:3], v.shape[3]), q.dtype)
+    with np.errstate(all="ignore"):
+        for b, h in np.ndindex(*q.shape[:2]):
+            q1, k1, v1 = (x.astype(work) for x in (q[b, h], k[b, h // group], v[b, h // group]))
+            scores = q1 @ k1.T * work.type(scale)
+            scores[hidden] = -np.inf
+            top = scores.max(axis=1, keepdims=True, initial=-np.inf)
+            p = np.exp(scores - np.where(top == -np.inf, 0.0, top).astype(work))
+            total = p.sum(axis=1, keepdims=True)
+            product = p.astype(q.dtype).astype(work) @ v1
+            out[b, h] = np.where(total == 0.0, 0.0, product / total)
+    return out
+
+
+def unit_roundoff(dtype: np.dtype[Any]) -> float:
+    """The largest relative error of rounding to `dtype`."""
+    return float(ml_dtypes.finfo(dtype).eps) / 2
+
+
+def judge(result: Array, reference: Array, baseline: Array) -> None:
+    """Fail unless `result` errs at most 1.5 times as much as `baseline`, in both measures.
+
+    A few values can be lucky: the baseline's largest error may lie below the half unit in the last place that rounding
+    the output alone may cost, and a norm of n roundings is only known to about one part in sqrt(n). These two amounts
+    are granted on top.
+    """
+    ours, theirs = measure(result, reference), measure(baseline, reference)
+    unit = unit_roundoff(result.dtype)
+    finite = np.abs(reference[np.isfinite(reference)])
+    peak = float(finite.max()) if finite.size else 0.0
+    largest = MAX_RATIO * theirs.largest + unit * peak
+    frobenius = MAX_RATIO * theirs.frobenius + unit / math.sqrt(max(1, finite.size))
+    report = f"\n  result:   {ours}\n  baseline: {theirs}"
+    assert ours.largest <= largest, f"largest error above {largest:.3e}{report}"
+    assert ours.frobenius <= frobenius, f"relative Frobenius error above {frobenius:.3e}{report}"
+
+
+def assert_accurate(
+    out: Array, q: Array, k: Array, v: Array, *, causal: Causal = False, scale: float | None = None
+) -> None:
+    """Judge an attention output: float64 oracle, the ordinary implementation in the same dtype as baseline."""
+    reference, _ = oracle(q, k, v, causal=causal, scale=scale)
+    judge(out, reference, ordinary(q, k, v, causal=causal, scale=scale))
+
+
+def assert_lse(lse: Array, q: Array, k: Array, v: Array, *, causal: Causal = False, scale: float | None = None) -> None:
+    """Compare log-sum-exps with the oracle's, within what computing them in their own dtype may cost.
+
+    A score is a sum of D products: its error is below (D + 2) u times the sum of their sizes (Higham, Accuracy and
+    Stability of Numerical Algorithms, section 3.1). The log-sum-exp errs by no more than the worst score does, by a few
+    roundings of its own size, and by the relative error (Nk + 8) u of the sum of exponentials at the very worst.
+    """
+    _, reference = oracle(q, k, v, causal=causal, scale=scale)
+    assert lse.shape == reference.shape and lse.dtype in (np.float32, np.float64)
+    infinite = np.isneginf(reference)
+    assert np.array_equal(np.isneginf(lse), infinite), "rows that see nothing must have an LSE of -inf, others not"
+    unit = unit_roundoff(lse.dtype)
+    scale = 1.0 / math.sqrt(q.shape[3]) if scale is None else scale
+    size_q, size_k = (np.abs(x.astype(np.float64)) for x in (q, k))
+    largest_k = np.repeat(size_k.max(axis=2, keepdims=True, initial=0.0), q.shape[1] // k.shape[1], axis=1)
+    products = abs(scale) * (size_q * largest_k).sum(axis=3)
+    allowed = unit * ((q.shape[3] + 2) * products + 4 * np.abs(np.where(infinite, 0.0, reference)) + k.shape[2] + 8)
+    error = np.abs(np.where(infinite, 0.0, lse) - np.where(infinite, 0.0, reference))
+    worst = np.unravel_index(np.argmax(error - allowed), error.shape) if error.size else ()
+    assert (error <= allowed).all(), f"LSE at {worst} off by {error[worst]:.3e}, allowed {allowed[worst]:.3e}"
+
+
+def randn(rng: np.random.Generator, shape: Sequence[int], dtype: np.dtype[Any] | str, size: float = 1.0) -> Array:
+    """Normal random values."""
+    return (rng.standard_normal(tuple(shape)) * size).astype(DTYPES[dtype] if isinstance(dtype, str) else dtype)
+
+
+def poisoned(shape: Sequence[int], dtype: np.dtype[Any]) -> Array:
+    """An output buffer in which nothing may be left unwritten: all NaN."""
+    return np.full(tuple(shape), np.nan, dtype)
+
+
+def strided_copy(values: Array, order: Sequence[int], gaps: Sequence[int], flips: Sequence[bool]) -> Array:
+    """`values` in a layout of its own: axes in memory `order`, each step `gaps` times as wide, some axes reversed.
+
+    What lies between the elements is NaN.
+    """
+    sizes = [values.shape[axis] * gaps[axis] for axis in order]
+    memory = np.full(sizes, np.nan, values.dtype)
+    view = memory.transpose(np.argsort(order))[tuple(slice(None, None, gap) for gap in gaps)]
+    view = view[tuple(slice(None, None, -1 if flip else None) for flip in flips)]
+    view[...] = values
+    return view
