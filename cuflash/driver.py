@@ -158,7 +158,7 @@ def ensure_context(ordinal: int) -> None:
         check(cu.cuCtxSetCurrent(_primary_context(ordinal)))
 
 
-class device_context:  # noqa: N801 - used as a function
+class device_context:
     """Context manager: a device's primary context is current inside, and the previous one again after it.
 
     Costs one query where the context is current already.

@@ -80,5 +80,5 @@ def _byte_size(name: str, default: int) -> int:
     unit = _SUFFIXES.get(value[-1].upper(), 1)
     digits = value[:-1] if unit > 1 else value
     if not (digits.isascii() and digits.isdigit()):
-        raise ValueError(f"{name} is {value!r}; accepted is a number of bytes with an optional suffix K, M or G, such as 512M")
+        raise ValueError(f"{name} is {value!r}; accepted is a number of bytes, or one with a suffix K, M or G: 512M")
     return int(digits) * unit

@@ -1,0 +1,445 @@
+"""The disk cache of compiled kernels.
+
+One directory per kernel, ``<root>/v1/<symbol>.<key>.<NVRTC build>/`` with the rendered source, the machine code and
+``meta.json``. An entry appears by one rename and is never written again, so that any number of processes share a
+cache without locks: a reader sees a whole entry or none. What a crash, a disk or another program damages fails its
+digest, is taken away and compiled again.
+
+A cache is a convenience: an unwritable, full or untrustworthy one costs one warning per process, never a failure.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+import time
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, fields
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from . import compiler, kernels, render
+from .compiler import Compiled
+from .config import KernelConfig
+from .errors import MissingKernelError
+from .problem import AttentionProblem
+from .settings import Settings
+
+LAYOUT = "v1"
+"""Names the layout of entries; a change of it gets a new name, and the old directory can be deleted."""
+STALE_SECONDS = 3600
+"""Unfinished work older than this belongs to a process that died."""
+_UNFINISHED = ".unfinished-"
+
+
+# --- keys ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class CacheKey:
+    """What determines a cubin, except for the NVRTC build, which the cache adds.
+
+    Attributes
+    ----------
+    symbol : str
+    base : str
+        Hash of the templates, the parameter block, the problem, the config and the options.
+    """
+
+    symbol: str
+    base: str
+
+
+def cache_key(
+    problem: AttentionProblem, config: KernelConfig, *, lineinfo: bool = False, ptx: bool = False
+) -> CacheKey:
+    """The key of a kernel; neither renders nor compiles anything.
+
+    Versions of cuflash, Python or the driver and the model of the GPU do not enter: they change no machine code.
+    """
+    family = kernels.FAMILIES[config.family]
+    identity = {f.name: getattr(config, f.name) for f in fields(config) if f.compare}
+    parts = (
+        LAYOUT,
+        render.template_digest(),
+        family.template,
+        repr(family.params.fields),
+        repr(problem),
+        repr(identity),
+        repr(render.compile_options(problem.arch, lineinfo=lineinfo)),
+        "ptx" if ptx else "cubin",
+    )
+    digest = hashlib.sha256()
+    for part in parts:
+        data = part.encode()
+        digest.update(len(data).to_bytes(8, "little") + data)
+    return CacheKey(kernels.symbol(problem, config), digest.hexdigest()[:32])
+
+
+# --- entries ---------------------------------------------------------------------------------------------------
+
+
+def _sealed(content: Mapping[str, Any], cubin: bytes) -> bytes:
+    """``meta.json``: the content under a digest of itself and of the cubin."""
+    return json.dumps({"sha256": _digest(content, cubin), **content}, indent=1).encode()
+
+
+def _digest(content: Mapping[str, Any], cubin: bytes) -> str:
+    return hashlib.sha256(cubin + json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _read_entry(folder: Path, key: CacheKey) -> Compiled:
+    """Raises OSError, ValueError, KeyError, TypeError or AttributeError on anything but a sound entry of this key."""
+    content = json.loads((folder / "meta.json").read_bytes())
+    cubin = (folder / "kernel.cubin").read_bytes()
+    seal = content.pop("sha256")
+    if seal != _digest(content, cubin) or content["base"] != key.base or content["compiled"]["symbol"] != key.symbol:
+        raise ValueError("damaged")
+    return Compiled(cubin=cubin, **content["compiled"])
+
+
+_UNSOUND = (OSError, ValueError, KeyError, TypeError, AttributeError)
+
+
+def load_prebuilt(directory: Path, key: CacheKey) -> Compiled | None:
+    """Look for a kernel in a directory that was filled elsewhere, whatever NVRTC built it; nothing is written.
+
+    Where several builds of it are there, the newest NVRTC's is taken. The caller names the directory, and so vouches
+    for it: a cubin is code.
+    """
+    prefix = f"{key.symbol}.{key.base}."
+    try:
+        names = [name for name in os.listdir(directory / LAYOUT) if name.startswith(prefix)]
+    except OSError:
+        names = []
+    for name in sorted(names, key=lambda name: _build_order(name.removeprefix(prefix)), reverse=True):
+        with suppress(*_UNSOUND):
+            return _read_entry(directory / LAYOUT / name, key)
+    return None
+
+
+def _build_order(build: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in build.split(".") if part.isdigit())
+
+
+# --- the cache -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class CacheInfo:
+    """What ``cuflash cache info`` shows; sizes in bytes."""
+
+    root: Path
+    entries: int
+    size: int
+    max_bytes: int
+
+
+_warned: set[str] = set()
+
+
+def _warn_once(root: Path, problem: str) -> None:
+    if str(root) not in _warned:
+        _warned.add(str(root))
+        warnings.warn(
+            f"cuflash's kernel cache {root} {problem}. Kernels are compiled again in every process until that is "
+            "mended, or CUFLASH_CACHE_DIR names another directory (CUFLASH_CACHE_SIZE=0 switches the cache off).",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+
+
+def open_cache(settings: Settings) -> KernelCache | None:
+    """The cache that the settings ask for, or None; touches no file."""
+    if settings.cache_dir is None or settings.cache_bytes == 0:
+        return None
+    return KernelCache(settings.cache_dir, settings.cache_bytes)
+
+
+class KernelCache:
+    """A directory of compiled kernels, bounded in size; the least recently used ones go.
+
+    Parameters
+    ----------
+    root : Path
+        Created at the first publication, for its owner only.
+    max_bytes : int
+        Bound of the sum of all file sizes, kept at every publication.
+    """
+
+    def __init__(self, root: Path, max_bytes: int) -> None:
+        self.root = root
+        self.max_bytes = max_bytes
+
+    @property
+    def _folder(self) -> Path:
+        return self.root / LAYOUT
+
+    def path(self, key: CacheKey) -> Path:
+        """Where the entry of a key is, or would be."""
+        return self._entry(key, self.nvrtc_build)
+
+    def _entry(self, key: CacheKey, build: str) -> Path:
+        return self._folder / f"{key.symbol}.{key.base}.{build}"
+
+    # - reading
+
+    def load(self, key: CacheKey) -> Compiled | None:
+        """A kernel that this machine's NVRTC compiled before, or None; a damaged entry is removed."""
+        if not self._is_trusted():
+            return None
+        try:
+            folder = self.path(key)
+        except MissingKernelError:  # no NVRTC
+            return None
+        try:
+            compiled = _read_entry(folder, key)
+        except _UNSOUND:
+            if os.path.lexists(folder):
+                _remove(folder)
+            return None
+        with suppress(OSError):
+            os.utime(folder / "meta.json")
+        return compiled
+
+    def discard(self, key: CacheKey) -> None:
+        """Remove the entry of a key: one that the driver refuses, for example."""
+        _remove(self.path(key))
+
+    def _is_trusted(self) -> bool:
+        """Whether the root is there and nobody else can have put code into it."""
+        try:
+            status = os.stat(self.root)
+        except OSError:
+            return False
+        if not hasattr(os, "geteuid"):
+            return True
+        if status.st_uid != os.geteuid():
+            _warn_once(self.root, "belongs to another user and is not used")
+            return False
+        if status.st_mode & 0o022:
+            _warn_once(self.root, "can be written by other users and is not used: chmod go-w it")
+            return False
+        return True
+
+    # - writing
+
+    def publish(
+        self, key: CacheKey, source: render.Source, compiled: Compiled, about: Mapping[str, Any] | None = None
+    ) -> bool:
+        """Add a kernel; returns whether an entry of this key is there now.
+
+        Parameters
+        ----------
+        key : CacheKey
+        source : Source
+            Kept beside the machine code, for people and profilers.
+        compiled : Compiled
+        about : Mapping, optional
+            More for ``meta.json`` (JSON types only).
+        """
+        record = asdict(compiled)
+        cubin = record.pop("cubin")
+        content = {"base": key.base, "compiled": record, "options": source.options, "about": dict(about or {})}
+        content = json.loads(json.dumps(content))  # as it will be read: tuples become lists
+        files = {"kernel.cu": source.text.encode(), "kernel.cubin": cubin, "meta.json": _sealed(content, cubin)}
+        try:
+            if not self._prepare():
+                return False
+            if compiled.nvrtc != self.nvrtc_build:  # the library was exchanged since
+                self._forget_build()
+            _write_folder(self._entry(key, compiled.nvrtc), files)
+            self._shrink()
+        except OSError as error:
+            _warn_once(self.root, f"cannot be written ({error})")
+            return False
+        return True
+
+    def _prepare(self) -> bool:
+        if not self.root.exists():
+            self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not self._is_trusted():
+            return False
+        self._folder.mkdir(mode=0o700, exist_ok=True)
+        return True
+
+    def _shrink(self) -> None:
+        """Remove what dead processes left, then the least recently used entries until the bound holds."""
+        now = time.time()
+        for path in self._children(unfinished=True):
+            with suppress(OSError):
+                if now - path.lstat().st_mtime > STALE_SECONDS:
+                    _delete(path)
+        entries = sorted((_last_use(path), path, _size(path)) for path in self._children())
+        excess = sum(size for _, _, size in entries) - self.max_bytes
+        for _, path, size in entries:
+            if excess <= 0:
+                break
+            _remove(path)
+            excess -= size
+
+    def _children(self, *, unfinished: bool = False) -> Iterator[Path]:
+        try:
+            names = os.listdir(self._folder)
+        except OSError:
+            return
+        for name in names:
+            if name.startswith(_UNFINISHED) == unfinished and (unfinished or not name.startswith("nvrtc-")):
+                yield self._folder / name
+
+    # - people
+
+    def info(self) -> CacheInfo:
+        """How much is in the cache."""
+        sizes = [_size(path) for path in self._children()]
+        return CacheInfo(self.root, len(sizes), sum(sizes), self.max_bytes)
+
+    def clear(self) -> int:
+        """Remove every entry; returns how many there were."""
+        if not self._is_trusted():
+            return 0
+        entries = list(self._children())
+        for path in entries:
+            _remove(path)
+        for path in self._children(unfinished=True):
+            _delete(path)
+        self._forget_build()
+        return len(entries)
+
+    # - the NVRTC build
+
+    @cached_property
+    def nvrtc_build(self) -> str:
+        """The full NVRTC build, remembered between processes: asking NVRTC itself means to load it (100 ms).
+
+        What is remembered holds for one Python environment, one version of the bindings (they choose the library)
+        and one file of one size and date. Should another library be loaded at the next compile all the same, then
+        `publish` notices.
+
+        Raises
+        ------
+        MissingKernelError
+            There is no NVRTC.
+        """
+        try:
+            remembered = json.loads(self._build_record().read_bytes())
+            if _file_stamp(remembered["path"]) == remembered["stamp"]:
+                return str(remembered["build"])
+        except (*_UNSOUND, ImportError):
+            pass
+        build, path = compiler.nvrtc_build(), compiler.nvrtc_path()
+        if path is not None:
+            try:
+                if self._prepare():
+                    record = {"path": path, "stamp": _file_stamp(path), "build": build}
+                    _write_file(self._build_record(), json.dumps(record).encode())
+            except OSError as error:
+                _warn_once(self.root, f"cannot be written ({error})")
+        return build
+
+    def _build_record(self) -> Path:
+        from cuda.bindings import __version__
+
+        environment = hashlib.sha256(f"{sys.prefix}\0{__version__}".encode()).hexdigest()[:16]
+        return self._folder / f"nvrtc-{environment}.json"
+
+    def _forget_build(self) -> None:
+        self.__dict__.pop("nvrtc_build", None)
+        with suppress(OSError, ImportError):
+            self._build_record().unlink()
+
+
+# --- files -----------------------------------------------------------------------------------------------------
+
+
+def _file_stamp(path: str) -> list[int]:
+    status = os.stat(path)
+    return [status.st_size, status.st_mtime_ns]
+
+
+def _unfinished_name(folder: Path) -> Path:
+    return folder / f"{_UNFINISHED}{os.getpid()}-{os.urandom(8).hex()}"
+
+
+def _write_synced(path: Path, data: bytes) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o600)
+    with open(descriptor, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(descriptor)
+
+
+def _sync_folder(folder: Path) -> None:
+    with suppress(OSError):  # not every system can
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def _write_file(target: Path, data: bytes) -> None:
+    """Replace a file in one step."""
+    staging = _unfinished_name(target.parent)
+    try:
+        _write_synced(staging, data)
+        os.replace(staging, target)
+    except OSError:
+        _delete(staging)
+        raise
+
+
+def _write_folder(target: Path, files: Mapping[str, bytes]) -> None:
+    """Make a folder with its files appear in one step, unless it is there already: then another process won."""
+    staging = _unfinished_name(target.parent)
+    try:
+        staging.mkdir(mode=0o700)
+        for name, data in files.items():
+            _write_synced(staging / name, data)
+        _sync_folder(staging)
+        try:
+            os.rename(staging, target)
+        except OSError:
+            if not target.is_dir():
+                raise
+            _delete(staging)
+        _sync_folder(target.parent)
+    except OSError:
+        _delete(staging)
+        raise
+
+
+def _remove(path: Path) -> None:
+    """Take an entry away in one step, then delete it; never fails."""
+    doomed = _unfinished_name(path.parent)
+    with suppress(OSError):
+        os.rename(path, doomed)
+        _delete(doomed)
+
+
+def _delete(path: Path) -> None:
+    from shutil import rmtree
+
+    if path.is_dir() and not path.is_symlink():
+        rmtree(path, ignore_errors=True)
+    else:
+        with suppress(OSError):
+            path.unlink()
+
+
+def _size(entry: Path) -> int:
+    """Bytes in an entry; 0 for one that is going away."""
+    with suppress(OSError), os.scandir(entry) as files:
+        return sum(file.stat().st_size for file in files)
+    return 0
+
+
+def _last_use(entry: Path) -> float:
+    with suppress(OSError):
+        return (entry / "meta.json").stat().st_mtime
+    return 0.0

@@ -1,0 +1,157 @@
+"""From a problem and a config to CUDA source: the templates, and what NVRTC is told beside them."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from .config import KernelConfig
+from .problem import AttentionProblem
+
+if TYPE_CHECKING:
+    from jinja2 import Environment
+
+HEADER_FOLDER = "device"
+
+
+@dataclass(frozen=True)
+class Source:
+    """Everything NVRTC needs for one kernel.
+
+    Attributes
+    ----------
+    text : str
+        The rendered translation unit.
+    headers : Mapping[str, str]
+        Text of each device header under the name by which it is included (``"device/ptx.cuh"``).
+    symbol : str
+        The kernel's name.
+    options : tuple of str
+        NVRTC options, the target among them.
+    arch : str
+        The target, for example ``"sm_90"``.
+    """
+
+    text: str
+    headers: Mapping[str, str]
+    symbol: str
+    options: tuple[str, ...]
+    arch: str
+
+    @property
+    def program_name(self) -> str:
+        """The file name that messages and profilers show.
+
+        It is absolute and virtual: for a relative one, ``-lineinfo`` puts the working directory into the cubin.
+        """
+        return f"/cuflash/{self.symbol}.cu"
+
+
+def template_root() -> Path:
+    """Where the templates are: inside the package in a wheel, beside it in a checkout.
+
+    Raises
+    ------
+    FileNotFoundError
+        Neither folder exists: the installation is broken.
+    """
+    package = Path(__file__).parent
+    for root in (package / "templates", package.parent / "templates"):
+        if (root / HEADER_FOLDER).is_dir():
+            return root
+    raise FileNotFoundError(f"cuflash's templates are neither in {package} nor beside it: reinstall cuflash")
+
+
+def _template_files(root: Path) -> list[Path]:
+    return sorted(path for suffix in ("*.j2", "*.cuh") for path in root.rglob(suffix))
+
+
+@functools.cache
+def template_digest() -> str:
+    """SHA-256 of the names and bytes of all templates and headers, as they are when it is first asked for."""
+    root = template_root()
+    digest = hashlib.sha256()
+    for path in _template_files(root):
+        for part in (path.relative_to(root).as_posix().encode(), path.read_bytes()):
+            digest.update(len(part).to_bytes(8, "little") + part)
+    return digest.hexdigest()
+
+
+@functools.cache
+def _headers() -> Mapping[str, str]:
+    root = template_root()
+    return {
+        path.relative_to(root).as_posix(): path.read_text(encoding="utf-8")
+        for path in sorted((root / HEADER_FOLDER).glob("*.cuh"))
+    }
+
+
+@functools.cache
+def _environment() -> Environment:
+    """Jinja with delimiters that neither CUDA nor inline PTX contains and that editors take for comments."""
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    return Environment(
+        loader=FileSystemLoader(template_root(), encoding="utf-8"),
+        undefined=StrictUndefined,
+        variable_start_string="${",
+        variable_end_string="}",
+        block_start_string="/*%",
+        block_end_string="%*/",
+        comment_start_string="/*#",
+        comment_end_string="#*/",
+        line_statement_prefix="//%",
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+
+
+def compile_options(arch: str, *, lineinfo: bool = False) -> tuple[str, ...]:
+    """NVRTC's options for a target."""
+    options = (f"-arch={arch}", "-std=c++17", "-default-device", "--ptxas-options=-v")
+    return (*options, "-lineinfo") if lineinfo else options
+
+
+def dump_command(problem: AttentionProblem) -> str:
+    """The command line that renders a problem's kernel again."""
+    words = [
+        "cuflash dump",
+        f"--head-dim {problem.head_dim}",
+        f"--head-dim-v {problem.head_dim_v}",
+        f"--dtype {problem.dtype}",
+        f"--access-bytes {problem.access_bytes}",
+        f"--arch {problem.arch}",
+    ]
+    words += ["--causal"] if problem.mask == "causal" else []
+    words += ["--scale-first"] if problem.scale_first else []
+    return " ".join(words)
+
+
+def render(problem: AttentionProblem, config: KernelConfig, *, lineinfo: bool = False) -> Source:
+    """Render a kernel.
+
+    Parameters
+    ----------
+    problem : AttentionProblem
+    config : KernelConfig
+        Its family names the template.
+    lineinfo : bool
+        Compile with source positions for profilers.
+
+    Returns
+    -------
+    Source
+    """
+    from . import kernels
+
+    family = kernels.FAMILIES[config.family]
+    symbol = kernels.symbol(problem, config)
+    text = _environment().get_template(family.template).render(
+        problem=problem, config=config, params=family.params, symbol=symbol, dump_command=dump_command(problem)
+    )
+    return Source(text, _headers(), symbol, compile_options(problem.arch, lineinfo=lineinfo), problem.arch)
