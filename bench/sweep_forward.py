@@ -25,7 +25,8 @@ from cuflash.bench.accuracy import array_module, errors
 from cuflash.bench.inputs import Case, InputPool, numpy_dtype
 from cuflash.bench.measure import CupyTimer, Spread, device_times
 from cuflash.bench.peers import Refusal, torch_available, torch_peer
-from cuflash.build import UNBOUNDED, Built, build
+from cuflash.build import Built, build
+from cuflash.cache import cache_key, load_prebuilt
 from cuflash.config import KernelConfig
 from cuflash.problem import AttentionProblem
 
@@ -60,7 +61,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--arch", help="compile target; default: the device's")
     parser.add_argument("-j", "--workers", type=int)
     parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="append one JSON line per config and length")
-    return parser.parse_args()
+    return parser.parse_intermixed_args()
 
 
 def problem_of(args: argparse.Namespace, arch: str) -> AttentionProblem:
@@ -91,9 +92,8 @@ class Contender:
     """One compiled config, launched straight through the driver so that only the kernel differs."""
 
     def __init__(self, problem: AttentionProblem, config: KernelConfig, root: Path) -> None:
-        from cuflash.cache import KernelCache, cache_key
-
         from cuflash import driver
+        from cuflash.cache import KernelCache, cache_key
 
         compiled = KernelCache(root, UNBOUNDED).load(cache_key(problem, config))
         if compiled is None:
@@ -151,12 +151,20 @@ def compile_all(
     jobs = {name: (problem, config) for name, config in named.items() if config.smem_bytes(problem) <= limit}
     for name in named.keys() - jobs.keys():
         print(f"  {name}: {named[name].smem_bytes(problem)} bytes of shared memory exceed {limit}")
-    by_symbol = {built.symbol: built for built in build(list(jobs.values()), args.kernels, args.workers)}
+    by_symbol = {kernels.symbol(*job): found for job in jobs.values() if (found := prebuilt(args.kernels, *job))}
+    missing = [job for job in jobs.values() if kernels.symbol(*job) not in by_symbol]
+    by_symbol |= {built.symbol: built for built in build(missing, args.kernels, args.workers)}
     results = {name: by_symbol[kernels.symbol(*job)] for name, job in jobs.items()}
     for name, built in results.items():
         state = built.error or f"{built.registers} registers, {built.spill_bytes} B spilt, {built.smem_bytes} B shared"
         print(f"  {name:<40} {built.seconds:5.2f} s  {state}", flush=True)
     return {name: built for name, built in results.items() if not built.error}
+
+
+def prebuilt(root: Path, problem: AttentionProblem, config: KernelConfig) -> Built | None:
+    """A kernel of an earlier run or another machine, whatever NVRTC made it."""
+    compiled = load_prebuilt(root, cache_key(problem, config))
+    return Built.of(problem, config, compiled, cached=True) if compiled else None
 
 
 def check(contender: Contender, dtype: str, xp: Any) -> tuple[float, float]:

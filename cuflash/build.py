@@ -8,9 +8,13 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from .config import KernelConfig
 from .problem import AttentionProblem
+
+if TYPE_CHECKING:
+    from .compiler import Compiled
 
 Job = tuple[AttentionProblem, KernelConfig]
 
@@ -31,6 +35,18 @@ class Built:
     cached: bool = False
     error: str = ""
 
+    @classmethod
+    def of(cls, problem: AttentionProblem, config: KernelConfig, compiled: Compiled, *, cached: bool) -> Built:
+        return cls(
+            compiled.symbol,
+            problem.arch,
+            compiled.registers,
+            compiled.spill_bytes,
+            config.smem_bytes(problem),
+            compiled.seconds,
+            cached,
+        )
+
 
 def build_one(job: Job, root: Path, max_bytes: int = UNBOUNDED) -> Built:
     """Compile one kernel into the cache at ``root``, unless it is there."""
@@ -41,8 +57,6 @@ def build_one(job: Job, root: Path, max_bytes: int = UNBOUNDED) -> Built:
     from .render import render
 
     problem, config = job
-    name = symbol(problem, config)
-    smem = config.smem_bytes(problem)
     cache = KernelCache(root, max_bytes)
     key = cache_key(problem, config)
     compiled = cache.load(key)
@@ -52,9 +66,9 @@ def build_one(job: Job, root: Path, max_bytes: int = UNBOUNDED) -> Built:
             source = render(problem, config)
             compiled = compile_source(source)
         except CompileError as error:
-            return Built(name, problem.arch, smem_bytes=smem, error=f"{error}\n{error.log}".strip())
-        cache.publish(key, source, compiled, {"smem_bytes": smem})
-    return Built(name, problem.arch, compiled.registers, compiled.spill_bytes, smem, compiled.seconds, cached)
+            return Built(symbol(problem, config), problem.arch, error=f"{error}\n{error.log}".strip())
+        cache.publish(key, source, compiled)
+    return Built.of(problem, config, compiled, cached=cached)
 
 
 def build(jobs: Sequence[Job], root: Path, workers: int | None = None, max_bytes: int = UNBOUNDED) -> Iterator[Built]:

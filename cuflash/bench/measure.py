@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -89,29 +90,42 @@ def device_times(calls: Mapping[str, Call], rounds: int, timer: Timer, warm_roun
     return {name: Spread.of([timer.elapsed_ms(*pair) for pair in pairs]) for name, pairs in events.items()}
 
 
+@dataclass(frozen=True, slots=True)
+class HostCall:
+    """A call whose host time is measured, and the context that it runs in (entered once per batch, not timed)."""
+
+    call: Call
+    context: Callable[[], AbstractContextManager[Any]] = nullcontext
+
+
 def host_times(
-    calls: Mapping[str, Call], timer: Timer, *, batches: int = 25, calls_per_batch: int = 200
+    calls: Mapping[str, HostCall], timer: Timer, *, batches: int = 25, calls_per_batch: int = 200
 ) -> dict[str, Spread]:
     """Microseconds of host time per call: batches without synchronisation, the contestants taking turns.
 
     The work must be so small that the device keeps up; otherwise the launch queue fills and the device is timed.
+    The first batch of each is not counted.
     """
     samples: dict[str, list[float]] = {name: [] for name in calls}
-    for call in calls.values():
-        for _ in range(calls_per_batch):
-            call()
-    timer.synchronize()
     collecting = gc.isenabled()
     gc.disable()
     try:
-        for _ in range(batches):
-            for name, call in calls.items():
-                start = time.perf_counter()
-                for _ in range(calls_per_batch):
-                    call()
-                samples[name].append((time.perf_counter() - start) * 1e6 / calls_per_batch)
+        for batch in range(batches + 1):
+            for name, host_call in calls.items():
+                with host_call.context():
+                    seconds = time_batch(host_call.call, calls_per_batch)
                 timer.synchronize()
+                if batch:
+                    samples[name].append(seconds * 1e6 / calls_per_batch)
     finally:
         if collecting:
             gc.enable()
     return {name: Spread.of(values) for name, values in samples.items()}
+
+
+def time_batch(call: Call, count: int) -> float:
+    """Seconds of wall time that ``count`` calls take."""
+    start = time.perf_counter()
+    for _ in range(count):
+        call()
+    return time.perf_counter() - start
