@@ -12,14 +12,13 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import math
 import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from cuflash import kernels, params
+from cuflash import jit, kernels
 from cuflash.arch import ARCHES, arch_for
 from cuflash.bench.accuracy import array_module, errors
 from cuflash.bench.inputs import Case, InputPool, numpy_dtype
@@ -29,6 +28,7 @@ from cuflash.build import Built, build
 from cuflash.cache import cache_key, load_prebuilt
 from cuflash.config import KernelConfig
 from cuflash.problem import AttentionProblem
+from cuflash.request import make_request
 
 ODD_LENGTHS = ((1000, 777), (130, 77), (77, 130))
 """Nq, Nk of the small checks: partial tiles on both axes, and dead rows under a causal mask."""
@@ -89,58 +89,30 @@ def candidates(problem: AttentionProblem, overrides: list[dict[str, int]]) -> di
 
 
 class Contender:
-    """One compiled config, launched straight through the driver so that only the kernel differs."""
+    """One compiled config, ready to be launched."""
 
     def __init__(self, problem: AttentionProblem, config: KernelConfig, root: Path) -> None:
         from cuflash import driver
-        from cuflash.cache import KernelCache, cache_key
 
-        compiled = KernelCache(root, UNBOUNDED).load(cache_key(problem, config))
+        compiled = load_prebuilt(root, cache_key(problem, config))
         if compiled is None:
             raise LookupError(f"{kernels.symbol(problem, config)} is not in {root}")
-        self.problem, self.config = problem, config
-        self.smem = config.smem_bytes(problem)
-        self.kernel = driver.load_kernel(compiled, self.smem, driver.current_device())
+        device = driver.current_device()
+        kernel = driver.load_kernel(compiled, config.smem_bytes(problem), device)
+        self.loaded = jit.LoadedKernel(kernel, problem, config, compiled, "prebuilt")
 
     def prepare(self, q: Any, k: Any, v: Any, out: Any) -> Callable[[], object]:
-        """A launch on contiguous (batch, seq, heads, dim) arrays, bottom-right causal."""
-        from cuflash import driver
-
-        grid = kernels.forward_grid(
-            self.problem, self.config, q.shape[0] * q.shape[2], q.shape[2] // k.shape[2], q.shape[1], k.shape[1]
+        """A launch on (batch, seq, heads, dim) arrays, bottom-right causal, through a plan of the product's own."""
+        problem, device = self.loaded.problem, self.loaded.kernel.device
+        request = make_request(
+            (q, k, v), out, causal=problem.mask == "causal", scale=None, layout="bshd", return_lse=False
         )
-        ((_, blocks),) = grid.launches
-        arguments = driver.ArgumentBuffer(params.FORWARD.size)
-        arguments.block[:] = params.FORWARD.pack(forward_values(q, k, v, out, grid.m_tiles))
-        threads = (self.config.threads, 1, 1)
-
-        def call() -> None:
-            driver.launch(self.kernel.handle, blocks, threads, self.smem, 0, arguments.address)
-
-        return call
-
-
-def forward_values(q: Any, k: Any, v: Any, out: Any, m_tiles: int) -> dict[str, Any]:
-    """The parameter block of one call without LSE."""
-    scale_log2 = math.log2(math.e) / q.shape[3] ** 0.5
-    values: dict[str, Any] = {
-        "lse": 0,
-        "heads": params.fast_div(q.shape[2]),
-        "group": params.fast_div(q.shape[2] // k.shape[2]),
-        "batch_heads": q.shape[0] * q.shape[2],
-        "seqlen_q": q.shape[1],
-        "seqlen_k": k.shape[1],
-        "causal_offset": k.shape[1] - q.shape[1],
-        "m_tiles": m_tiles,
-        "first_tile": 0,
-        "scale_log2": scale_log2,
-        "lazy_slack": 8 / scale_log2,
-    }
-    for name, array in (("q", q), ("k", k), ("v", v), ("out", out)):
-        values[name] = array.data.ptr
-        for axis, stride in zip(("batch", "seq", "head", "dim"), array.strides, strict=True):
-            values[f"{name}_{axis}_stride"] = stride // array.itemsize
-    return values
+        jit._loaded[problem, device] = self.loaded  # instead of what the tuning table would choose
+        plan = jit.make_plan(request)
+        if plan.loaded is not self.loaded:
+            raise LookupError(f"the call needs {plan.loaded and plan.loaded.problem}, not {problem}")
+        pointers = [array.data.ptr for array in (q, k, v, out)]
+        return lambda: plan.launch(*pointers, 0, 0)
 
 
 def compile_all(
@@ -174,7 +146,7 @@ def check(contender: Contender, dtype: str, xp: Any) -> tuple[float, float]:
 
     rng = np.random.default_rng(1)
     worst = (0.0, 0.0)
-    d, dv = contender.problem.head_dim, contender.problem.head_dim_v
+    d, dv = contender.loaded.problem.head_dim, contender.loaded.problem.head_dim_v
     for seqlen_q, seqlen_k in ((1024, 1024), *ODD_LENGTHS):
         for growth in (1.0, 30.0):
             grow = np.geomspace(growth, 1.0, seqlen_k)[:, None, None]
@@ -184,7 +156,7 @@ def check(contender: Contender, dtype: str, xp: Any) -> tuple[float, float]:
             q, k, v = (cupy.asarray(a.astype(numpy_dtype(dtype))) for a in host)
             out = cupy.full((2, seqlen_q, 3, dv), float("nan"), dtype=v.dtype)
             contender.prepare(q, k, v, out)()
-            error = errors({"out": out}, [q, k, v], contender.problem.mask == "causal", xp)["out"]
+            error = errors({"out": out}, [q, k, v], contender.loaded.problem.mask == "causal", xp)["out"]
             worst = (worst_of(worst[0], error.relative), worst_of(worst[1], error.largest))
     return worst
 
