@@ -158,21 +158,27 @@ def ensure_context(ordinal: int) -> None:
         check(cu.cuCtxSetCurrent(_primary_context(ordinal)))
 
 
+def is_current(ordinal: int) -> bool:
+    """Whether a device's primary context is the calling thread's current one."""
+    context = _primary_context(ordinal)
+    return int(check(_cu.cuCtxGetCurrent())) == int(context)
+
+
 class device_context:
     """Context manager: a device's primary context is current inside, and the previous one again after it.
 
     Costs one query where the context is current already.
     """
 
-    __slots__ = ("_context", "_pushed")
+    __slots__ = ("_ordinal", "_pushed")
 
     def __init__(self, ordinal: int) -> None:
-        self._context = _primary_context(ordinal)
+        self._ordinal = ordinal
         self._pushed = False
 
     def __enter__(self) -> None:
-        if int(check(_cu.cuCtxGetCurrent())) != int(self._context):
-            check(_cu.cuCtxPushCurrent(self._context))
+        if not is_current(self._ordinal):
+            check(_cu.cuCtxPushCurrent(_primary_context(self._ordinal)))
             self._pushed = True
 
     def __exit__(

@@ -151,7 +151,8 @@ def render(problem: AttentionProblem, config: KernelConfig, *, lineinfo: bool = 
 
     family = kernels.FAMILIES[config.family]
     symbol = kernels.symbol(problem, config)
-    text = _environment().get_template(family.template).render(
+    template = _environment().get_template(family.template)
+    text = template.render(
         problem=problem, config=config, params=family.params, symbol=symbol, dump_command=dump_command(problem)
     )
     return Source(text, _headers(), symbol, compile_options(problem.arch, lineinfo=lineinfo), problem.arch)

@@ -1,0 +1,95 @@
+"""Parameter blocks: layout judged by ctypes, which follows the C rules on its own, and the exactness of FastDiv."""
+
+from __future__ import annotations
+
+import ctypes
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cuflash.params import F32, FAST_DIV, FORWARD, I32, I64, POINTER, Field, ParameterBlock, fast_div
+
+
+class FastDiv(ctypes.Structure):
+    _fields_ = (("magic", ctypes.c_uint64), ("shift", ctypes.c_uint32), ("divisor", ctypes.c_uint32))
+
+
+C_TYPES = {
+    POINTER: ctypes.c_uint64,
+    I64: ctypes.c_int64,
+    I32: ctypes.c_int32,
+    F32: ctypes.c_float,
+    FAST_DIV: FastDiv,
+}
+VALUES = {
+    POINTER: st.integers(0, 2**64 - 1),
+    I64: st.integers(-(2**63), 2**63 - 1),
+    I32: st.integers(-(2**31), 2**31 - 1),
+    F32: st.floats(width=32, allow_nan=False),
+    FAST_DIV: st.tuples(st.integers(0, 2**64 - 1), st.integers(0, 2**32 - 1), st.integers(0, 2**32 - 1)),
+}
+
+
+def as_structure(block):
+    fields = [(f.name, C_TYPES[f.type]) for f in block.fields]
+    return type("Params", (ctypes.Structure,), {"_fields_": fields})
+
+
+@st.composite
+def blocks_and_values(draw):
+    types = draw(st.lists(st.sampled_from(list(C_TYPES)), min_size=1, max_size=12))
+    block = ParameterBlock(tuple(Field(f"f{i}", t, "") for i, t in enumerate(types)))
+    return block, {f.name: draw(VALUES[f.type]) for f in block.fields}
+
+
+@given(blocks_and_values())
+def test_packing_agrees_with_the_c_compiler_rules(case):
+    block, values = case
+    structure = as_structure(block)
+    assert block.size == ctypes.sizeof(structure)
+    unpacked = structure.from_buffer_copy(block.pack(values))
+    for field in block.placed:
+        assert field.offset == getattr(structure, field.name).offset
+        got = getattr(unpacked, field.name)
+        if field.type is FAST_DIV:
+            got = (got.magic, got.shift, got.divisor)
+        assert got == values[field.name]
+
+
+def test_the_forward_block_has_its_pointers_first_and_in_call_order():
+    assert [f.name for f in FORWARD.placed[:5]] == ["q", "k", "v", "out", "lse"]
+    assert [f.offset for f in FORWARD.placed[:5]] == [0, 8, 16, 24, 32]
+    assert ctypes.sizeof(as_structure(FORWARD)) == FORWARD.size <= 4096
+
+
+def test_names_must_match():
+    block = ParameterBlock((Field("a", I32, ""), Field("b", I32, "")))
+    with pytest.raises(KeyError, match="b"):
+        block.pack({"a": 1})
+    with pytest.raises(KeyError, match="c"):
+        block.pack({"a": 1, "b": 2, "c": 3})
+
+
+def quotient(n, magic, shift):
+    """As the device does it: a 64-bit product, shifted."""
+    assert n * magic < 2**64
+    return n * magic >> shift
+
+
+@given(st.integers(1, 2**31 - 1), st.integers(0, 2**31 - 1))
+def test_fast_div_is_exact(divisor, n):
+    magic, shift, kept = fast_div(divisor)
+    assert kept == divisor
+    assert quotient(n, magic, shift) == n // divisor
+
+
+@pytest.mark.parametrize("divisor", [1, 2, 3, 5, 7, 12, 31, 32, 33, 641, 65535, 65536, 65537, 2**31 - 1])
+def test_fast_div_at_the_edges_of_every_quotient(divisor):
+    magic, shift, _ = fast_div(divisor)
+    assert magic < 2**64
+    largest = (2**31 - 1) // divisor
+    for multiple in {0, 1, 2, largest // 2, largest - 1, largest}:
+        for n in (multiple * divisor - 1, multiple * divisor, multiple * divisor + divisor - 1):
+            if 0 <= n < 2**31:
+                assert quotient(n, magic, shift) == n // divisor
