@@ -1,0 +1,75 @@
+// The emulated twin of templates/device/ptx.cuh: the same names, each doing on the CPU what its instruction does on the GPU.
+#pragma once
+#include "machine.h"
+#include "device/types.cuh"
+
+// ---- launch geometry and shared memory
+
+DEVICE unsigned char* dynamic_smem() { return emulation::shared_memory(); }
+DEVICE u32 smem_address(const void* p) { return (u32)((const unsigned char*)p - emulation::shared_memory()); }
+DEVICE int thread_index() { return (int)threadIdx.x; }
+DEVICE void cta_sync() { emulation::block_barrier(); }
+DEVICE void warp_sync() { emulation::warp_barrier(); }
+DEVICE bool warp_any(bool predicate) { return emulation::vote_any(predicate); }
+
+// ---- asynchronous copies
+
+template <int kBytes, bool kZeroFill>
+DEVICE void cp_async(u32 dst, const void* src, u32 valid, bool go) {
+    static_assert(kBytes == 16 || kBytes == 8 || kBytes == 4, "cp.async copies 4, 8 or 16 bytes");
+    // The real wrapper passes `valid` on whenever it is not the plain 16-byte form.
+    if (go) emulation::async_copy(dst, src, kBytes, kBytes != 16 || kZeroFill ? valid : 16u);
+}
+DEVICE void cp_async_commit() { emulation::async_commit(); }
+template <int kPending>
+DEVICE void cp_async_wait() { emulation::async_wait(kPending); }
+
+// ---- plain memory accesses
+
+DEVICE void st_shared(u32 address, u32 value) { emulation::store_shared(address, &value, 4); }
+DEVICE void st_shared(u32 address, const Chunk& c) { emulation::store_shared(address, &c, 16); }
+DEVICE void st_shared_f32(u32 address, float value) { emulation::store_shared(address, &value, 4); }
+DEVICE float ld_shared_f32(u32 address) { float v; emulation::load_shared(&v, address, 4); return v; }
+DEVICE Chunk ld_shared_chunk(u32 address) { Chunk c; emulation::load_shared(&c, address, 16); return c; }
+DEVICE u16 ld_global_u16(const void* p) { u16 v; emulation::load_global(&v, p, 2); return v; }
+template <class T>
+DEVICE void st_global(void* p, const T& value) { emulation::store_global(p, &value, (int)sizeof(T)); }
+
+// ---- matrix fragments
+
+DEVICE void ldmatrix_x4(u32 (&r)[4], u32 address) { emulation::load_matrix_x4(r, address, false); }
+DEVICE void ldmatrix_x4_trans(u32 (&r)[4], u32 address) { emulation::load_matrix_x4(r, address, true); }
+template <bool kBf16>
+DEVICE void mma_m16n8k16(float* d, const u32* a, u32 b0, u32 b1) { emulation::multiply_m16n8k16(d, a, b0, b1, kBf16, false); }
+template <bool kBf16>
+DEVICE void mma_m16n8k16_first(float* d, const u32* a, u32 b0, u32 b1) { emulation::multiply_m16n8k16(d, a, b0, b1, kBf16, true); }
+template <bool kBf16>
+DEVICE u32 pack_pair(float low, float high) {
+    return emulation::to_element(low, kBf16) | (u32)emulation::to_element(high, kBf16) << 16;
+}
+
+// ---- arithmetic; .ftz flushes subnormal inputs and results to zero of the same sign
+
+DEVICE float flush_subnormal(float x) { return fabsf(x) < __FLT_MIN__ ? copysignf(0.f, x) : x; }
+DEVICE float exp2_approx(float x) { return flush_subnormal(exp2f(flush_subnormal(x))); }
+DEVICE float log2_approx(float x) { return flush_subnormal(log2f(flush_subnormal(x))); }
+DEVICE float rcp_approx(float x) { return flush_subnormal(1.f / flush_subnormal(x)); }
+DEVICE float max_f32(float a, float b) { return fmaxf(a, b); }
+DEVICE float fma_f32(float a, float b, float c) { return fmaf(a, b, c); }
+DEVICE float mul_f32(float a, float b) {
+    float product = a * b;
+    asm volatile("" : "+m"(product));   // keeps the compiler from contracting it into an fma
+    return product;
+}
+DEVICE int float_bits(float x) { int i; memcpy(&i, &x, 4); return i; }
+DEVICE float bits_float(u32 i) { float x; memcpy(&x, &i, 4); return x; }
+DEVICE int max3_s32(int a, int b, int c) { return max_int(a, max_int(b, c)); }
+
+DEVICE float quad_max(float x) {
+    x = max_f32(x, emulation::shuffle_xor(x, 1));
+    return max_f32(x, emulation::shuffle_xor(x, 2));
+}
+DEVICE float quad_sum(float x) {
+    x += emulation::shuffle_xor(x, 1);
+    return x + emulation::shuffle_xor(x, 2);
+}

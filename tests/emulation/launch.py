@@ -1,0 +1,179 @@
+"""Runs the forward kernel on the CPU the way the product runs it on a GPU: same render, parameter block and grid."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from cuflash import kernels, params
+from cuflash.config import KernelConfig
+from cuflash.problem import AttentionProblem
+from cuflash.render import Source, render
+from cuflash.request import LOG2_E, Causal, Request, make_request
+from tests.emulation.build import build
+from tests.emulation.tensors import Tensor, allocate
+
+SABOTAGE = ("no_wait", "no_block_barrier", "no_warp_barrier")
+"""Instructions that the emulator can be told to ignore."""
+
+
+class Coordinates(ctypes.Structure):
+    _fields_ = (("x", ctypes.c_uint), ("y", ctypes.c_uint), ("z", ctypes.c_uint))
+
+
+class Launch(ctypes.Structure):
+    _fields_ = (
+        ("parameters", ctypes.c_char_p),
+        ("blocks", ctypes.POINTER(Coordinates)),
+        ("block_count", ctypes.c_long),
+        ("grid", Coordinates),
+        ("threads", ctypes.c_int),
+        ("shared_bytes", ctypes.c_int),
+        ("seed", ctypes.c_uint),
+        ("copies_land_late", ctypes.c_int),
+        *((name, ctypes.c_int) for name in SABOTAGE),
+    )
+
+
+@dataclass
+class Report:
+    """What a run did: faults by kind, each with its number and the first one in words; instructions by name; bytes read by tensor."""
+
+    faults: dict[str, tuple[int, str]] = field(default_factory=dict)
+    counts: dict[str, int] = field(default_factory=dict)
+    bytes_read: dict[str, int] = field(default_factory=dict)
+
+    def add(self, text: str) -> None:
+        for line in text.splitlines():
+            what, name, number, *first = line.split("\t")
+            if what == "fault":
+                times, earlier = self.faults.get(name, (0, ""))
+                self.faults[name] = (times + int(number), earlier or first[0])
+            else:
+                self.counts[name] = self.counts.get(name, 0) + int(number)
+
+
+@dataclass(frozen=True)
+class Timing:
+    """What a GPU leaves open: when copies land, in which order warps run; and which instructions are sabotaged."""
+
+    late: bool = False
+    seed: int = 0
+    ignore: str = ""
+
+
+@dataclass(frozen=True)
+class Result:
+    out: np.ndarray
+    lse: np.ndarray | None
+    report: Report
+    problem: AttentionProblem
+    config: KernelConfig
+
+
+class Emulator:
+    """One kernel, compiled for the CPU."""
+
+    def __init__(self, source: Source) -> None:
+        self._library = ctypes.CDLL(str(build(source)))
+        self._library.emulation_run.restype = ctypes.c_char_p
+        self.parameter_bytes = int(self._library.emulated_parameter_bytes())
+
+    def run(self, launch: Launch, tensors: dict[str, Tensor], report: Report) -> None:
+        self._library.emulation_clear()
+        reads = (ctypes.c_long * len(tensors))()
+        for i, (name, t) in enumerate(tensors.items()):
+            writes = None if t.writes is None else ctypes.c_void_p(t.writes.ctypes.data)
+            base, elements = ctypes.c_void_p(t.extent.ctypes.data), ctypes.c_void_p(t.elements.ctypes.data)
+            counter = ctypes.byref(reads, i * ctypes.sizeof(ctypes.c_long))
+            self._library.emulation_tensor(name.encode(), base, ctypes.c_long(t.extent.nbytes), elements, writes, counter)
+        report.add(self._library.emulation_run(ctypes.byref(launch)).decode())
+        for name, count in zip(tensors, reads, strict=True):
+            report.bytes_read[name] = report.bytes_read.get(name, 0) + count
+
+
+@functools.cache
+def emulator_for(problem: AttentionProblem, config: KernelConfig) -> Emulator:
+    return Emulator(render(problem, config))
+
+
+def forward_values(request: Request) -> dict[str, int | float | tuple[int, ...]]:
+    """The parameter block's values but for the pointers and the grid's share."""
+    log2_scale = float(np.float32(request.scale * LOG2_E))
+    values: dict[str, int | float | tuple[int, ...]] = {
+        f"{name}_{axis}_stride": stride
+        for name in ("q", "k", "v", "out")
+        for axis, stride in zip(("batch", "seq", "head", "dim"), request.strides(name), strict=True)
+    }
+    return values | {
+        "heads": params.fast_div(request.heads),
+        "group": params.fast_div(request.heads // request.heads_k),
+        "batch_heads": request.batch * request.heads,
+        "seqlen_q": request.seqlen_q,
+        "seqlen_k": request.seqlen_k,
+        "causal_offset": request.causal_offset,
+        "scale_log2": log2_scale,
+        "lazy_slack": 8.0 if request.scale_first else 8.0 / log2_scale,
+    }
+
+
+def forward(
+    tensors: dict[str, Tensor],
+    *,
+    causal: Causal = False,
+    scale: float | None = None,
+    config: KernelConfig | None = None,
+    arch: str = "sm_90",
+    timing: Timing = Timing(),
+    blocks: Sequence[tuple[int, int, int]] | None = None,
+) -> Result:
+    """One attention call in the emulator.
+
+    Parameters
+    ----------
+    tensors : dict
+        "q", "k" and "v" of ``tensors.place``, "out" of ``tensors.allocate(output=True)``, and "lse" if it is wanted.
+    causal, scale
+        As in ``cuflash.attention``.
+    config : KernelConfig, optional
+        In place of the tuned one for ``arch``.
+    timing : Timing
+    blocks : sequence of (x, y, z), optional
+        Only these blocks of every launch's grid.
+    """
+    inputs = [tensors[name].view for name in ("q", "k", "v")]
+    request = make_request(
+        inputs, tensors["out"].view, causal=causal, scale=scale, layout="bhsd", return_lse="lse" in tensors
+    )
+    problem = request.problem(arch)
+    config = config or kernels.select_config(problem)
+    result = Result(tensors["out"].view, tensors["lse"].view if "lse" in tensors else None, Report(), problem, config)
+    if request.rows == 0:
+        return result
+    emulator = emulator_for(problem, config)
+    group = request.heads // request.heads_k
+    grid = kernels.forward_grid(problem, config, request.batch * request.heads, group, request.seqlen_q, request.seqlen_k)
+    pointers = {"lse": 0} | {name: t.address for name, t in tensors.items()}
+    for first_tile, extent in grid.launches:
+        block = params.FORWARD.pack(
+            forward_values(request) | pointers | {"m_tiles": grid.m_tiles, "first_tile": first_tile}
+        )
+        assert len(block) == emulator.parameter_bytes
+        chosen = [(x, y, z) for z, y, x in np.ndindex(*extent[::-1])] if blocks is None else blocks
+        launch = Launch(
+            block,
+            (Coordinates * len(chosen))(*(Coordinates(*c) for c in chosen)),
+            len(chosen),
+            Coordinates(*extent),
+            config.threads,
+            config.smem_bytes(problem),
+            timing.seed,
+            timing.late,
+            **{timing.ignore: 1} if timing.ignore else {},
+        )
+        emulator.run(launch, tensors, result.report)
+    return result
