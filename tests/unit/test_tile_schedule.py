@@ -1,0 +1,102 @@
+"""The GPU kernel's tile schedule, executed by NumPy: right wherever the kernel has to be right."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cuflash.config import KernelConfig
+from cuflash.reference import tile_schedule
+from tests.oracle import DTYPES, assert_accurate, assert_lse, measure, oracle, randn
+
+SMALL = KernelConfig("forward_sm80", block_m=32, block_n=16, warps=2, stages=2, q_registers=0, ctas=1)
+REAL = KernelConfig("forward_sm80", block_m=128, block_n=64, warps=4, stages=2, q_registers=0, ctas=2)
+CAUSAL = (False, "bottom_right", "top_left")
+HALF = ("float16", "bfloat16")
+
+
+def draw(seed, lengths, heads=(2, 1), dims=(16, 24), dtype="bfloat16", size=1.0):
+    rng = np.random.default_rng(seed)
+    q = randn(rng, (1, heads[0], lengths[0], dims[0]), dtype, size)
+    return q, *(randn(rng, (1, heads[1], lengths[1], d), dtype) for d in dims)
+
+
+def check(q, k, v, causal=False, scale=0.25, config=SMALL, scale_first=False):
+    out, lse = tile_schedule(q, k, v, causal=causal, scale=scale, config=config, scale_first=scale_first)
+    assert out.dtype == q.dtype and lse.dtype == np.float32
+    assert_accurate(out, q, k, v, causal=causal, scale=scale)
+    assert_lse(lse, q, k, v, causal=causal, scale=scale)
+
+
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("causal", CAUSAL)
+@pytest.mark.parametrize("config", [SMALL, REAL], ids=lambda config: config.label)
+def test_lengths_around_tiles(config, causal, dtype):
+    for lengths in ((1, 1), (64, 1), (1, 65), (113, 203), (203, 113), (127, 129), (256, 255)):
+        check(*draw(0, lengths, dtype=dtype), causal, config=config)
+
+
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    lengths=st.tuples(st.integers(1, 80), st.integers(1, 80)),
+    causal=st.sampled_from(CAUSAL),
+    dtype=st.sampled_from(HALF),
+    size=st.floats(0.1, 30),
+    scale=st.floats(-1, 1).filter(lambda x: x == 0 or abs(x) > 1e-6),
+)
+@settings(max_examples=60, deadline=None)
+def test_fresh_values(seed, lengths, causal, dtype, size, scale):
+    q, k, v = draw(seed, lengths, (3, 1), dtype=dtype, size=size)
+    check(q, k, v, causal, scale, scale_first=scale <= 0)
+
+
+@pytest.mark.parametrize("growth", [1.0, 30.0])
+@pytest.mark.parametrize("dtype", HALF)
+def test_scores_that_grow_along_the_schedule(dtype, growth):
+    """Earlier keys come later: the reference is raised again and again, or kept although scores exceed it a little."""
+    q, k, v = draw(1, (100, 300), dtype=dtype)
+    k = (k.astype(np.float32) * np.geomspace(growth, 1, 300)[:, None]).astype(k.dtype)
+    check(q, k, v)
+
+
+def test_lazy_and_eager_references_agree_up_to_rounding(monkeypatch):
+    q, k, v = draw(2, (64, 160))
+    lazy, _ = tile_schedule(q, k, v, causal=False, scale=1.0, config=SMALL)
+    monkeypatch.setattr("cuflash.reference.LAZY_LOG2", -1e9)
+    eager, _ = tile_schedule(q, k, v, causal=False, scale=1.0, config=SMALL)
+    assert not np.array_equal(lazy, eager), "these inputs must exercise the lazy reference"
+    reference, _ = oracle(q, k, v, scale=1.0)
+    assert measure(lazy, reference).frobenius < 1.5 * measure(eager, reference).frobenius
+
+
+@pytest.mark.parametrize("value", [3.0, 300.0, 133120.0, 1e15])
+def test_one_key_is_returned_exactly(value):
+    """B-007, B-008, B-010: whatever the score's size and sign, a single key has probability 1."""
+    q = np.full((1, 1, 1, 64), value, DTYPES["bfloat16"])
+    v = randn(np.random.default_rng(3), (1, 1, 1, 24), "bfloat16")
+    for k in (q, -q):
+        out, lse = tile_schedule(q, k, v, causal=False, scale=0.125, config=SMALL)
+        assert np.array_equal(out, v)
+        assert lse.item() == pytest.approx(float(k[0, 0, 0, 0]) * float(q[0, 0, 0, 0]) * 8, rel=1e-6)
+
+
+def test_outlier_logits():
+    """B-100: two huge keys of nearly the same size; their difference decides."""
+    q = np.zeros((1, 1, 40, 64), np.float16)
+    q[0, 0, 7, :2] = 1
+    k = randn(np.random.default_rng(4), (1, 1, 1024, 64), "float16", 0.1)
+    k[0, 0, 100, :2], k[0, 0, 900, :2] = 76, 76.25
+    check(q, k, randn(np.random.default_rng(5), (1, 1, 1024, 64), "float16"), scale=0.5)
+
+
+def test_nan_and_minus_infinity():
+    q, k, v = draw(6, (48, 48))
+    k[0, 0, 20] = np.nan
+    out, lse = tile_schedule(q, k, v, causal="bottom_right", scale=0.25, config=SMALL)
+    assert np.isnan(out[:, :, 20:]).all() and np.isnan(lse[:, :, 20:]).all()
+    assert np.isfinite(out[:, :, :20].astype(np.float32)).all() and np.isfinite(lse[:, :, :20]).all()
+    k[...], q[...] = -np.inf, 1
+    out, lse = tile_schedule(q, k, v, causal=False, scale=0.25, config=SMALL)
+    assert not out.any() and np.isneginf(lse).all()
