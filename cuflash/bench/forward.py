@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import product
@@ -107,10 +106,6 @@ def kernel_jobs(cases: Iterable[Case], arch: str) -> list[Any]:
     }
     ordered = sorted(problems, key=lambda p: -p.head_dim)  # the longest compilations first
     return [(problem, select_config(problem)) for problem in ordered]
-
-
-def to_json(row: Row) -> dict[str, Any]:
-    return dataclasses.asdict(row)
 
 
 def ours_against(row: dict[str, Any], peer: str) -> float | None:

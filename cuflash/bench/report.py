@@ -156,8 +156,8 @@ def accuracy_text(rows: list[Row]) -> str:
         body.append(cells)
     columns = ["", *(TITLES[name] for name in names), "worst ratio to flash, relative", "largest absolute"]
     intro = (
-        "## Error against float64\n\nRelative Frobenius norm on sampled heads, worst of all masks and lengths; the last "
-        "two columns are the worst single case of cuflash's error divided by that of torch's flash backend."
+        "## Error against float64\n\nRelative Frobenius norm on sampled heads, worst of all masks and lengths; the "
+        "last two columns are the worst single case of cuflash's error divided by that of torch's flash backend."
     )
     return f"{intro}\n\n{table(columns, body)}"
 

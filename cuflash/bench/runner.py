@@ -1,0 +1,177 @@
+"""The benchmark as a whole: what is measured, in which order, and where it is written."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..cli.screen import Screen
+from . import environment, forward
+from .measure import Call, CupyTimer, Timer
+from .overhead import measure_host, measure_memory
+from .peers import torch_available
+from .startup import measure_startup
+
+SCHEMA = 1
+PARTS = ("forward", "host", "memory", "startup")
+MEMORY_SHAPES = (((1, 128, 8, 64), False), ((4, 4096, 16, 128), True))
+
+Record = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a run of the benchmark does.
+
+    Attributes
+    ----------
+    quick : bool
+        A few cases and rounds: seconds instead of minutes.
+    parts : tuple of str
+        Out of ``PARTS``.
+    rounds : int or None
+        Rounds of the forward table; None: 15, or 7 when quick.
+    commit : str or None
+        Names the commit in the record where git cannot tell.
+    """
+
+    quick: bool = False
+    parts: tuple[str, ...] = PARTS
+    rounds: int | None = None
+    commit: str | None = None
+
+    @property
+    def forward_rounds(self) -> int:
+        return self.rounds or (7 if self.quick else 15)
+
+    @property
+    def cases(self) -> list[forward.Case]:
+        return forward.quick_cases() if self.quick else forward.all_cases()
+
+
+def measure(plan: Plan, screen: Screen, timer: Timer | None = None) -> Record:
+    """Run the parts of a plan on the current device and return the record, JSON types only."""
+    from .. import driver
+
+    started = time.perf_counter()
+    ordinal = driver.current_device()
+    timer = timer or CupyTimer()
+    peers = forward.PEERS if torch_available() else ()
+    record: Record = {"schema": SCHEMA, "environment": environment.describe(ordinal)}
+    if plan.commit:
+        record["environment"]["commit"] = plan.commit
+    steps: dict[str, Callable[[], Any]] = {
+        "forward": lambda: forward_part(plan, peers, timer, screen, record["environment"]),
+        "host": lambda: plain(measure_host(timer, batches=10 if plan.quick else 25)),
+        "memory": memory_part,
+        "startup": lambda: plain(measure_startup(*((1, 3) if plan.quick else (3, 7)))),
+    }
+    for part in plan.parts:
+        screen.heading(part)
+        record[part] = steps[part]()
+        screen.line(f"{part}: done after {time.perf_counter() - started:.0f} s")
+    record["seconds"] = round(time.perf_counter() - started, 1)
+    return record
+
+
+def forward_part(
+    plan: Plan, peers: tuple[str, ...], timer: Timer, screen: Screen, found: dict[str, Any]
+) -> list[Record]:
+    """Compile what is missing, in processes; then time every case."""
+    compile_kernels(plan.cases, screen)
+    with screen.progress("forward table", len(plan.cases)) as advance:
+        rows = forward.measure_forward(
+            plan.cases, peers, plan.forward_rounds, timer, lambda row: advance(forward.describe_row(row))
+        )
+    found["nvidia_smi_under_load"] = clocks_under_load(timer)
+    return [plain(row) for row in rows]
+
+
+def compile_kernels(cases: list[forward.Case], screen: Screen) -> None:
+    """Fill the disk cache, so that the table does not wait for one kernel after the other."""
+    from .. import driver
+    from ..arch import arch_for
+    from ..build import build
+    from ..settings import read_settings
+
+    settings = read_settings()
+    if settings.cache_dir is None or not settings.cache_bytes or not settings.jit:
+        return
+    arch = arch_for(driver.device_compute_capability(driver.current_device())).name
+    jobs = forward.kernel_jobs(cases, arch)
+    with screen.progress("kernels", len(jobs)) as advance:
+        for built in build(jobs, settings.cache_dir, max_bytes=settings.cache_bytes):
+            advance(f"{built.symbol}: {'cached' if built.cached else f'{built.seconds:.1f} s'}{built.error}")
+
+
+def clocks_under_load(timer: Timer) -> dict[str, str]:
+    """What nvidia-smi reads while the device works through a second of queued calls."""
+    import cupy
+
+    import cuflash
+
+    q, k, v, out = (cupy.zeros((4, 4096, 16, 128), dtype="float16") for _ in range(4))
+    call: Call = lambda: cuflash.attention(q, k, v, out=out)  # noqa: E731
+    call()
+    start = timer.record()
+    for _ in range(20):
+        call()
+    stop = timer.record()
+    timer.synchronize()
+    for _ in range(min(5000, int(20 * 1500 / max(0.01, timer.elapsed_ms(start, stop))))):
+        call()
+    seen = environment.smi(0)
+    timer.synchronize()
+    return seen
+
+
+def memory_part() -> list[Record]:
+    """Allocations of a call, per shape."""
+    found = []
+    for shape, causal in MEMORY_SHAPES:
+        label = "B{} N{} H{} D{}".format(*shape) + (" causal" if causal else "")
+        found.append({"case": label, **plain(measure_memory(shape, causal))})
+    return found
+
+
+def plain(value: Any) -> Any:
+    """Dataclasses as dictionaries, all the way down."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return dataclasses.asdict(value)
+    if isinstance(value, dict):
+        return {name: plain(item) for name, item in value.items()}
+    return value
+
+
+def save(record: Record, folder: Path) -> Path:
+    """Write ``forward.json`` in one step; returns its path."""
+    folder.mkdir(parents=True, exist_ok=True)
+    target = folder / "forward.json"
+    descriptor, name = tempfile.mkstemp(dir=folder, suffix=".json")
+    with os.fdopen(descriptor, "w") as file:
+        json.dump(record, file, indent=1)
+        file.write("\n")
+    os.chmod(name, 0o644)
+    os.replace(name, target)
+    return target
+
+
+def load(path: Path) -> Record:
+    """Read a record.
+
+    Raises
+    ------
+    ValueError
+        The file is no record of this schema.
+    """
+    record = json.loads(path.read_text())
+    if not isinstance(record, dict) or record.get("schema") != SCHEMA:
+        raise ValueError(f"{path} is no benchmark record of schema {SCHEMA}")
+    return record
