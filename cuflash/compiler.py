@@ -60,8 +60,8 @@ class Compiled:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """The lines of the log in which NVRTC or ptxas warns."""
-        return tuple(line.strip() for line in self.log.splitlines() if re.search(r"\bwarning\b", line, re.IGNORECASE))
+        """The lines of the log in which NVRTC or ptxas warns; (C75xx) are ptxas's notes on serialised instructions."""
+        return tuple(line.strip() for line in self.log.splitlines() if re.search(r"warning *[#:]|\(C75\d\d\)", line))
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,10 +44,7 @@ class Source:
 
     @property
     def program_name(self) -> str:
-        """The file name that messages and profilers show.
-
-        It is absolute and virtual: for a relative one, ``-lineinfo`` puts the working directory into the cubin.
-        """
+        """The file name that messages and profilers show; absolute, so that it is the same in every directory."""
         return f"/cuflash/{self.symbol}.cu"
 
 
