@@ -1,0 +1,47 @@
+"""cuflash: exact fused attention for plain arrays, on CUDA kernels compiled at run time or on the CPU.
+
+>>> import numpy as np, cuflash
+>>> q = k = v = np.ones((1, 8, 2, 64), np.float32)  # (batch, seq, heads, dim)
+>>> cuflash.attention(q, k, v, causal=True).shape
+(1, 8, 2, 64)
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from .errors import CompileError, DriverError, MissingKernelError, UnsupportedError
+
+if TYPE_CHECKING:
+    from .api import attention, warmup
+    from .explanation import Explanation, explain
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CompileError",
+    "DriverError",
+    "Explanation",
+    "MissingKernelError",
+    "UnsupportedError",
+    "__version__",
+    "attention",
+    "explain",
+    "warmup",
+]
+
+_HOMES = {"attention": "api", "warmup": "api", "explain": "explanation", "Explanation": "explanation"}
+"""Names that load their module when they are first used: importing cuflash costs next to nothing."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    value = globals()[name] = getattr(import_module(f".{_HOMES[name]}", __name__), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(globals().keys() | _HOMES.keys())

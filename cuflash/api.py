@@ -1,0 +1,221 @@
+"""The public calls: intake, plan, launch, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import product
+from typing import Any
+
+from . import driver, jit
+from .arrays import CPU, KINDS, kind_of
+from .checks import check_apart, make_request, request_for
+from .jit import PLANS
+from .problem import AttentionProblem, Dtype, Mask
+from .request import AXES, Request
+
+__all__ = ["attention", "warmup"]
+
+COMMON_HEAD_DIMS = (64, 128)
+
+
+def attention(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    causal: bool | str = False,
+    scale: float | None = None,
+    layout: str = "bshd",
+    return_lse: bool = False,
+    out: Any = None,
+) -> Any:
+    """Exact attention, softmax(scale * Q K^T + mask) V, without the matrix of scores in memory.
+
+    Parameters
+    ----------
+    q : array (B, Nq, Hq, D)
+    k : array (B, Nk, Hk, D)
+    v : array (B, Nk, Hk, Dv)
+        CuPy or NumPy arrays, torch tensors (CUDA or CPU), JAX arrays or other arrays with ``__dlpack__``; all of one
+        kind, dtype and device. float16 or bfloat16, on the CPU also float32 and float64. D and Dv from 1 to 256; any
+        strides, none copied; any extent but D and Dv may be 0. Hq is a multiple of Hk: query head h uses key/value head
+        h // (Hq / Hk).
+    causal : False, True, "bottom_right" or "top_left"
+        True and "bottom_right": query i sees keys j <= i + Nk - Nq. "top_left": j <= i.
+    scale : float, optional
+        Any finite number; 1/sqrt(D) by default.
+    layout : {"bshd", "bhsd"}
+        Axis order of all arrays, (batch, seq, heads, dim) or (batch, heads, seq, dim).
+    return_lse : bool
+        Return the log-sum-exp of each row's scaled and masked scores as well.
+    out : array, optional
+        Receives the result: of the inputs' kind, dtype and device, with the output's shape, any strides, sharing no
+        memory with the inputs.
+
+    Returns
+    -------
+    out : array (B, Nq, Hq, Dv)
+        Of the caller's kind, on the inputs' device; contiguous unless given. A query that sees no key gets 0.
+    lse : array (B, Hq, Nq)
+        With ``return_lse``: natural logarithm, float32 (float64 for float64 inputs); -inf where no key is seen.
+
+    Raises
+    ------
+    ValueError
+        Shapes or options that do not fit, arrays on different devices, an ``out`` that is read-only or overlaps.
+    TypeError
+        Element types or kinds of arrays that are not accepted, or mixed.
+    UnsupportedError
+        A legal request that cuflash does not serve; the message says what to do.
+    CompileError, MissingKernelError, DriverError
+        The kernel could not be made, found or run.
+
+    Notes
+    -----
+    Work is queued on the current stream of the arrays' framework (for JAX and other DLPack producers: CuPy's), and no
+    call waits for the device. The first call of a kind compiles a kernel, in about a second, and keeps it on disk:
+    `warmup` does that ahead, for example before a CUDA graph is captured.
+
+    The method is FlashAttention-2's: Dao, FlashAttention-2: Faster Attention with Better Parallelism and Work
+    Partitioning, 2023.
+    """
+    kind = KINDS.get(type(q)) or kind_of(q)
+    if kind is None:
+        from .arrays import bridge
+
+        options = {"causal": causal, "scale": scale, "layout": layout, "return_lse": return_lse}
+        return bridge.call(attention, (q, k, v), out, options)
+    out_key, out_at = None, 0
+    key: Any
+    try:
+        geometry = kind.geometry
+        q_key, q_at = geometry(q)
+        k_key, k_at = geometry(k)
+        v_key, v_at = geometry(v)
+        if out is not None:
+            out_key, out_at = geometry(out)
+        key = (q_key, k_key, v_key, out_key, (q_at | k_at | v_at | out_at) & 15, causal, scale, layout, return_lse)
+        plan = PLANS.get(key)
+    except (AttributeError, TypeError, RuntimeError):  # not arrays of this kind, or not hashable: checked below
+        key = plan = None
+    if plan is None:
+        request = make_request((q, k, v), out, causal=causal, scale=scale, layout=layout, return_lse=return_lse)
+        if request.device == CPU:
+            return _attend_on_cpu(request)
+        plan = jit.make_plan(request)
+        q_at, k_at, v_at = request.q.address, request.k.address, request.v.address
+        if key is not None:
+            jit.remember(key, plan)
+    if kind.current_device() != plan.device:
+        with kind.on_device(plan.device):
+            return attention(q, k, v, causal=causal, scale=scale, layout=layout, return_lse=return_lse, out=out)
+    if out is None:
+        out, out_at = kind.empty(q, plan.out_shape)
+        if out_at % plan.alignment:  # a rare allocator: plan again for what it gave
+            return attention(q, k, v, causal=causal, scale=scale, layout=layout, return_lse=return_lse, out=out)
+    else:
+        if not plan.apart(q_at, k_at, v_at, out_at):
+            check_apart(make_request((q, k, v), out, causal=causal, scale=scale, layout=layout, return_lse=return_lse))
+        kind.written(out)
+    lse, lse_at = kind.empty(q, plan.lse_shape, "float32") if return_lse else (None, 0)
+    plan.launch(q_at, k_at, v_at, out_at, lse_at, kind.stream(plan.device))
+    if plan.dead:
+        kind.fill(out, 0.0)
+        if return_lse:
+            kind.fill(lse, float("-inf"))
+    return (out, lse) if return_lse else out
+
+
+def _attend_on_cpu(request: Request) -> Any:
+    from .cpu import attention_cpu
+
+    kind, q = request.q.kind, request.q.array
+    if request.out is None:
+        out, _ = kind.empty(q, request.out_shape)
+    else:
+        check_apart(request)
+        out = request.out.array
+        kind.written(out)
+    lse = kind.empty(q, request.lse_shape, request.lse_dtype)[0] if request.return_lse else None
+    batch, seq, heads, dim = AXES[request.layout]
+    views = [kind.numpy(x).transpose(batch, heads, seq, dim) for x in (q, request.k.array, request.v.array, out)]
+    attention_cpu(
+        *views[:3],
+        causal=request.causal,
+        scale=request.scale,
+        out=views[3],
+        lse=None if lse is None else kind.numpy(lse),
+    )
+    return out if lse is None else (out, lse)
+
+
+def warmup(
+    q: Any = None,
+    k: Any = None,
+    v: Any = None,
+    *,
+    causal: bool | str = False,
+    scale: float | None = None,
+    layout: str = "bshd",
+    return_lse: bool = False,
+    out: Any = None,
+    configs: str | Iterable[AttentionProblem] | None = None,
+    device: int | None = None,
+) -> tuple[str, ...]:
+    """Make kernels ready, compiled and loaded, without launching anything.
+
+    There are two ways to say which. ``warmup(q, k, v, ...)``, with arrays and options as for `attention`, makes exactly
+    that call ready: it can be captured in a CUDA graph afterwards. ``warmup(configs="common")`` makes the kernels of
+    common problems ready on one device, so that later calls only plan.
+
+    Parameters
+    ----------
+    q, k, v, causal, scale, layout, return_lse, out
+        As for `attention`. On CPU arrays there is nothing to make ready, but they are checked.
+    configs : "common" or iterable of AttentionProblem
+        "common": head dims 64 and 128, both dtypes, with and without a causal mask, aligned arrays.
+    device : int, optional
+        With `configs`: the CUDA ordinal; the current device by default.
+
+    Returns
+    -------
+    tuple of str
+        Symbols of the kernels that are ready.
+
+    Examples
+    --------
+    >>> cuflash.warmup(q, k, v, causal=True, out=out)  # doctest: +SKIP
+    >>> cuflash.warmup(configs="common")  # doctest: +SKIP
+    """
+    if (configs is None) == (q is None):
+        raise TypeError("warmup takes either arrays, warmup(q, k, v, ...), or configs=; not both and not neither")
+    if configs is not None:
+        return _warm_up_configs(configs, device)
+    if device is not None:
+        raise TypeError("device belongs to configs=; arrays have a device of their own")
+    request = request_for((q, k, v), out, causal=causal, scale=scale, layout=layout, return_lse=return_lse)
+    if request.device == CPU:
+        return ()
+    loaded = jit.make_plan(request).loaded
+    return () if loaded is None else (loaded.kernel.symbol,)
+
+
+def _warm_up_configs(configs: str | Iterable[AttentionProblem], device: int | None) -> tuple[str, ...]:
+    if device is None:
+        device = driver.current_device()
+    elif not 0 <= device < driver.device_count():
+        raise ValueError(f"device is {device}; this machine has {driver.device_count()} CUDA devices, counted from 0")
+    if not isinstance(configs, str):
+        problems = list(configs)
+    elif configs == "common":
+        problems = list(_common_problems(jit.device_arch(device).name))
+    else:
+        raise ValueError(f"configs is {configs!r}; accepted are 'common' and an iterable of AttentionProblem")
+    return tuple(jit.kernel_for(problem, device).kernel.symbol for problem in problems)
+
+
+def _common_problems(arch: str) -> Iterator[AttentionProblem]:
+    dtypes: tuple[Dtype, ...] = ("bfloat16", "float16")
+    masks: tuple[Mask, ...] = ("full", "causal")
+    for dim, dtype, mask in product(COMMON_HEAD_DIMS, dtypes, masks):
+        yield AttentionProblem(dim, dim, dtype, mask, access_bytes=16, scale_first=False, arch=arch)

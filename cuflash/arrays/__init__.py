@@ -1,0 +1,149 @@
+"""Adopts the caller's arrays: what lies where, on which device and stream, and results of the same kind.
+
+One module for each kind of array, all with the functions of `Kind`. A module is imported when the first array of its
+kind comes in, at which time the array's framework is loaded anyway; no framework is ever imported to find out that an
+array is not of it. Frameworks whose arrays cuflash cannot address itself (JAX and other DLPack producers) are in
+`bridge`, which views their arrays as CuPy's or NumPy's.
+"""
+
+from __future__ import annotations
+
+import importlib
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+CPU = -1
+"""The device ordinal of host memory; CUDA devices count from 0."""
+
+FLOAT8 = "float8"
+GPU_DTYPES = ("float16", "bfloat16")
+CPU_DTYPES = ("float16", "bfloat16", "float32", "float64")
+ITEM_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
+
+
+@dataclass(frozen=True, slots=True)
+class Operand:
+    """An array of the caller, in terms that no framework has a part in.
+
+    Attributes
+    ----------
+    name : str
+        The argument that it came in as.
+    array : object
+        The array itself.
+    kind : Kind
+    address : int
+        Address of element (0, 0, 0, 0).
+    shape, strides : tuple of int
+        In the caller's axis order; strides in bytes.
+    dtype : str
+        For example ``"bfloat16"``.
+    device : int
+        CUDA ordinal, or `CPU`.
+    writable : bool
+    """
+
+    name: str
+    array: Any
+    kind: Kind
+    address: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: str
+    device: int
+    writable: bool = True
+
+    @property
+    def place(self) -> str:
+        """The device's name, for messages."""
+        return "the CPU" if self.device == CPU else f"cuda:{self.device}"
+
+
+class Kind(Protocol):
+    """What a module of this package offers for its kind of array."""
+
+    @property
+    def LABEL(self) -> str:
+        """What messages call such an array."""
+
+    def geometry(self, x: Any, /) -> tuple[tuple[Any, ...], int]:
+        """Everything but the address that a plan may depend on, as part of a dictionary key; and the address.
+
+        The hot path: any exception means that ``x`` has to be looked at with `operand`.
+        """
+
+    def operand(self, name: str, x: Any, /) -> Operand:
+        """Describe an array, or refuse it with TypeError or UnsupportedError."""
+
+    def empty(self, like: Any, shape: tuple[int, ...], dtype: str | None = None, /) -> tuple[Any, int]:
+        """A new C-contiguous array on the device of ``like``, and its address; ``dtype`` None: that of ``like``."""
+
+    def fill(self, x: Any, value: float, /) -> None:
+        """Set every element, in stream order."""
+
+    def written(self, x: Any, /) -> None:
+        """Told after a kernel that writes an array of the caller was launched."""
+
+    def numpy(self, x: Any, /) -> Any:
+        """View host memory as a NumPy array, without a copy."""
+
+    def current_device(self) -> int:
+        """The CUDA ordinal that is current in this thread."""
+
+    def on_device(self, ordinal: int, /) -> AbstractContextManager[Any]:
+        """Make a device current, for the framework and the driver, and restore the previous one."""
+
+    def stream(self, ordinal: int, /) -> int:
+        """The handle of the framework's current stream on a device."""
+
+
+KINDS: dict[type, Kind] = {}
+"""Array types that were seen before and whose arrays cuflash addresses itself; filled by `kind_of`."""
+
+_MODULES = {"cupy": "cupy_arrays", "numpy": "numpy_arrays", "torch": "torch_arrays"}
+
+
+def kind_of(x: Any) -> Kind | None:
+    """The kind of an array that cuflash addresses itself; None for everything else."""
+    kind = KINDS.get(type(x))
+    if kind is None:
+        for base in type(x).__mro__:
+            if module := _MODULES.get(base.__module__.partition(".")[0]):
+                loaded = importlib.import_module("." + module, __name__)
+                if isinstance(x, loaded.ARRAY_TYPE):
+                    kind = KINDS[type(x)] = loaded
+                break
+    return kind
+
+
+def dtype_name(name: str, dtype: Any) -> str:
+    """Check an element type and give its plain name.
+
+    Parameters
+    ----------
+    name : str
+        The argument, for messages.
+    dtype : object
+        Anything whose ``str`` is the type's name, perhaps with the framework's in front.
+
+    Raises
+    ------
+    TypeError
+        Not a floating-point type that attention is defined for.
+    UnsupportedError
+        fp8, which no kernel takes yet.
+    """
+    plain = str(dtype).rpartition(".")[2]
+    if plain in CPU_DTYPES:
+        return plain
+    if plain.startswith(FLOAT8):
+        from ..errors import UnsupportedError
+
+        raise UnsupportedError(f"{name} has dtype {plain}; fp8 is not supported yet: cast it to bfloat16 or float16")
+    hint = ""
+    if plain in ("uint16", "int16"):
+        hint = f"; if it holds bfloat16, say so: {name}.view(ml_dtypes.bfloat16) or {name}.view(torch.bfloat16)"
+    elif plain in ("uint8", "int8"):
+        hint = "; what its bits mean is not guessed"
+    raise TypeError(f"{name} has dtype {plain}; accepted are {', '.join(CPU_DTYPES)} (on the GPU the first two){hint}")

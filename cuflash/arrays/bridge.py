@@ -1,0 +1,189 @@
+"""Arrays that cuflash does not address itself: JAX's, and those of any other DLPack producer.
+
+They are viewed as CuPy's (on a GPU) or NumPy's (in host memory), the call is made with the views, and its results go
+back the same way; nothing is copied on the GPU. Work runs on CuPy's current stream of the arrays' device: DLPack makes
+that stream wait for what the producer still computes, and the producer's stream for the results.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from ..errors import UnsupportedError
+from . import kind_of
+
+CUDA_DEVICES = (2, 13)
+HOST_DEVICES = (1, 3)
+"""DLPack's device types: CUDA and CUDA-managed memory; CPU and CUDA-pinned memory."""
+
+
+def views(arrays: Sequence[Any], out: Any) -> tuple[list[Any], Any]:
+    """CuPy or NumPy views of foreign arrays (q, k, v), and of ``out`` unless it is None.
+
+    Raises
+    ------
+    TypeError
+        Something is not an array, or the arrays are of different kinds.
+    UnsupportedError
+        A JAX tracer or sharded array; a device that is neither CUDA nor CPU.
+    """
+    named = dict(zip(("q", "k", "v"), arrays, strict=True)) | ({} if out is None else {"out": out})
+    labels = {name: label(name, x) for name, x in named.items()}
+    for name, found in labels.items():
+        if found != labels["q"]:
+            raise TypeError(mixed(labels["q"], name, found))
+    is_jax = _is_jax(arrays[0])
+    if is_jax and out is not None:
+        raise TypeError("out is a JAX array, which cannot be written; leave it out")
+    view = _view_jax if is_jax else _view_dlpack
+    viewed = [view(name, x) for name, x in named.items()]
+    return viewed[:3], None if out is None else viewed[3]
+
+
+def call(function: Callable[..., Any], arrays: Sequence[Any], out: Any, options: Mapping[str, Any]) -> Any:
+    """Call ``function(q, k, v, out=..., **options)`` with views of foreign arrays; results are of their kind."""
+    viewed, out_view = views(arrays, out)
+    result = function(*viewed, out=out_view, **options)
+    if not isinstance(viewed[0], np.ndarray):
+        _keeper.hold(viewed[0].data.device_id, (*arrays, out))
+    give_back = _to_jax if _is_jax(arrays[0]) else _to_producer
+    results = result if isinstance(result, tuple) else (result,)
+    given = [out if x is out_view else give_back(x, arrays[0]) for x in results]
+    return tuple(given) if isinstance(result, tuple) else given[0]
+
+
+def mixed(label_q: str, name: str, found: str) -> str:
+    """The message about two kinds of arrays in one call."""
+    return f"q is a {label_q} and {name} a {found}; all arrays of a call must be of one kind"
+
+
+def label(name: str, x: Any) -> str:
+    """What messages call an argument's kind of array.
+
+    Raises
+    ------
+    TypeError
+        It is no array.
+    """
+    if kind := kind_of(x):
+        return kind.LABEL
+    if _is_jax(x):
+        return "JAX array"
+    if hasattr(x, "__dlpack__") and hasattr(x, "__dlpack_device__"):
+        return f"{type(x).__module__.partition('.')[0]} array"
+    raise TypeError(
+        f"{name} is a {type(x).__module__}.{type(x).__qualname__}; accepted are CuPy and NumPy arrays, torch tensors, "
+        "JAX arrays and other arrays with __dlpack__ and __dlpack_device__"
+    )
+
+
+# --- JAX -------------------------------------------------------------------------------------------------------
+
+
+def _is_jax(x: Any) -> bool:
+    jax = sys.modules.get("jax")
+    return jax is not None and isinstance(x, jax.Array)
+
+
+def _view_jax(name: str, x: Any) -> Any:
+    import jax
+
+    if isinstance(x, jax.core.Tracer):
+        raise UnsupportedError(
+            f"{name} is a JAX tracer: cuflash.attention cannot be called under jax.jit, jax.grad or jax.vmap yet; "
+            "call it with concrete arrays"
+        )
+    devices = list(x.devices())
+    if len(devices) != 1:
+        raise UnsupportedError(f"{name} is sharded over {len(devices)} devices; cuflash takes arrays on one")
+    if devices[0].platform == "cpu":
+        return np.asarray(x)
+    if devices[0].platform not in ("gpu", "cuda"):
+        raise UnsupportedError(
+            f"{name} is on a {devices[0].platform} device; cuflash takes arrays on CUDA devices and CPUs"
+        )
+    return _cupy(name).from_dlpack(x)
+
+
+def _to_jax(result: Any, like: Any) -> Any:
+    import jax
+
+    if isinstance(result, np.ndarray):
+        return jax.device_put(result, next(iter(like.devices())))
+    return jax.dlpack.from_dlpack(result)
+
+
+# --- DLPack ----------------------------------------------------------------------------------------------------
+
+
+def _view_dlpack(name: str, x: Any) -> Any:
+    device = int(x.__dlpack_device__()[0])
+    if device in HOST_DEVICES:
+        try:
+            return np.from_dlpack(x)
+        except (BufferError, RuntimeError) as error:
+            raise TypeError(
+                f"{name}: NumPy cannot view this {type(x).__qualname__} through DLPack ({error}); "
+                "bfloat16 in host memory is taken as a NumPy array of ml_dtypes.bfloat16, a torch tensor or a JAX array"
+            ) from error
+    if device in CUDA_DEVICES:
+        return _cupy(name).from_dlpack(x)
+    raise UnsupportedError(f"{name} is on a device of DLPack type {device}; cuflash takes CUDA devices and CPUs")
+
+
+def _to_producer(result: Any, like: Any) -> Any:
+    """An array of the producer's own kind where it says how to make one, else NumPy's or CuPy's."""
+    namespace = getattr(like, "__array_namespace__", None)
+    return result if namespace is None else namespace().from_dlpack(result)
+
+
+def _cupy(name: str) -> Any:
+    try:
+        import cupy
+    except ImportError as error:
+        raise UnsupportedError(
+            f"{name} is on a GPU, and arrays of its kind are read through CuPy, which is not installed: "
+            "pip install 'cuflash[cuda12]' or 'cuflash[cuda13]'"
+        ) from error
+    return cupy
+
+
+# --- lifetime --------------------------------------------------------------------------------------------------
+
+
+class Keeper:
+    """Keeps foreign arrays alive until the stream that reads them has passed.
+
+    Their frameworks give memory back to streams of their own, which know nothing of CuPy's. What is held is looked
+    through at every call; the arrays of the last calls stay until the next one.
+    """
+
+    def __init__(self) -> None:
+        self._held: list[tuple[Any, tuple[Any, ...]]] = []
+        self._lock = threading.Lock()
+
+    def hold(self, device: int, arrays: tuple[Any, ...]) -> None:
+        """Hold arrays that work queued on CuPy's current stream of a device reads or writes."""
+        import cupy
+
+        with cupy.cuda.Device(device):
+            stream = cupy.cuda.get_current_stream()
+            if stream.is_capturing():
+                return  # a graph's arrays are its owner's to keep, and its events cannot be asked
+            event = cupy.cuda.Event(disable_timing=True)
+            event.record(stream)
+        with self._lock:
+            held = [*self._held, (event, arrays)]
+            self._held = [pair for pair in held if not pair[0].done]
+            # `held` drops its references after the lock is released: what they free may run any code.
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+
+_keeper = Keeper()

@@ -1,0 +1,82 @@
+"""CuPy arrays: CuPy's current device, stream and allocator."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+import cupy
+import numpy as np
+from cupy.cuda import get_current_stream
+from cupy.cuda.runtime import getDevice as current_device
+
+from . import Operand, dtype_name
+
+__all__ = [
+    "ARRAY_TYPE",
+    "LABEL",
+    "current_device",
+    "empty",
+    "fill",
+    "geometry",
+    "numpy",
+    "on_device",
+    "operand",
+    "stream",
+    "written",
+]
+
+LABEL = "CuPy array"
+ARRAY_TYPE = cupy.ndarray
+
+
+def geometry(x: Any, /) -> tuple[tuple[Any, ...], int]:
+    memory = x.data
+    return (type(x), x.shape, x.strides, x.dtype, memory.device_id), memory.ptr
+
+
+def operand(name: str, x: Any, /) -> Operand:
+    import sys
+
+    if type(x) is not cupy.ndarray:
+        raise TypeError(
+            f"{name} is a {type(x).__qualname__}, a subclass of cupy.ndarray whose rules cuflash does not know; "
+            f"pass it as a plain array: {name}.view(cupy.ndarray)"
+        )
+    if not x.dtype.isnative:
+        raise TypeError(f"{name} has dtype {x.dtype.str}, which is not in the byte order of this machine")
+    return Operand(
+        name=name,
+        array=x,
+        kind=sys.modules[__name__],
+        address=x.data.ptr,
+        shape=x.shape,
+        strides=x.strides,
+        dtype=dtype_name(name, x.dtype),
+        device=x.data.device_id,
+    )
+
+
+def empty(like: Any, shape: tuple[int, ...], dtype: str | None = None, /) -> tuple[Any, int]:
+    x = cupy.ndarray(shape, like.dtype if dtype is None else np.dtype(dtype))
+    return x, x.data.ptr
+
+
+def fill(x: Any, value: float, /) -> None:
+    x.fill(value)
+
+
+def written(x: Any, /) -> None:
+    """CuPy keeps no books on writes."""
+
+
+def numpy(x: Any, /) -> Any:
+    raise AssertionError("CuPy arrays are never on the CPU")
+
+
+def on_device(ordinal: int, /) -> AbstractContextManager[Any]:
+    return cupy.cuda.Device(ordinal)  # type: ignore[no-any-return]
+
+
+def stream(ordinal: int, /) -> int:
+    return get_current_stream().ptr  # type: ignore[no-any-return]

@@ -1,0 +1,71 @@
+"""NumPy arrays: host memory, for the NumPy backend."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import AbstractContextManager
+from typing import Any
+
+import numpy as np
+
+from . import CPU, Operand, dtype_name
+
+LABEL = "NumPy array"
+ARRAY_TYPE = np.ndarray
+
+
+def geometry(x: Any, /) -> tuple[tuple[Any, ...], int]:
+    raise TypeError("the CPU has no launch plans")
+
+
+def operand(name: str, x: Any, /) -> Operand:
+    if type(x) not in (np.ndarray, np.memmap):
+        advice = f"{name}.filled(...)" if isinstance(x, np.ma.MaskedArray) else f"numpy.asarray({name})"
+        raise TypeError(
+            f"{name} is a {type(x).__qualname__}, a subclass of numpy.ndarray whose rules cuflash does not know; "
+            f"pass a plain array, such as {advice}"
+        )
+    if not x.dtype.isnative:
+        raise TypeError(
+            f"{name} has dtype {x.dtype.str}, which is not in the byte order of this machine; "
+            f"convert it: {name}.astype({name}.dtype.newbyteorder('='))"
+        )
+    return Operand(
+        name=name,
+        array=x,
+        kind=sys.modules[__name__],
+        address=x.__array_interface__["data"][0],
+        shape=x.shape,
+        strides=x.strides,
+        dtype=dtype_name(name, x.dtype),
+        device=CPU,
+        writable=x.flags.writeable,
+    )
+
+
+def empty(like: Any, shape: tuple[int, ...], dtype: str | None = None, /) -> tuple[Any, int]:
+    return np.empty(shape, like.dtype if dtype is None else dtype), 0
+
+
+def fill(x: Any, value: float, /) -> None:
+    x.fill(value)
+
+
+def written(x: Any, /) -> None:
+    """NumPy keeps no books on writes."""
+
+
+def numpy(x: Any, /) -> Any:
+    return x
+
+
+def current_device() -> int:
+    return CPU
+
+
+def on_device(ordinal: int, /) -> AbstractContextManager[Any]:
+    raise AssertionError("NumPy arrays are never on a GPU")
+
+
+def stream(ordinal: int, /) -> int:
+    raise AssertionError("NumPy arrays are never on a GPU")

@@ -1,0 +1,99 @@
+"""torch tensors on CUDA and on the CPU, without CuPy: torch's current stream, device guard and allocator.
+
+DLPack would cost 20 us a call and refuses tensors of a device that is not current; a tensor's own accessors do neither.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import is_grad_enabled
+from torch.cuda import current_device
+
+from ..errors import UnsupportedError
+from . import CPU, Operand, dtype_name
+
+__all__ = [
+    "ARRAY_TYPE", "LABEL", "current_device", "empty", "fill", "geometry", "numpy", "on_device", "operand", "stream",
+    "written",
+]  # fmt: skip
+
+LABEL = "torch tensor"
+ARRAY_TYPE = torch.Tensor
+
+
+def _public_stream(ordinal: int, /) -> int:
+    return torch.cuda.current_stream(ordinal).cuda_stream  # type: ignore[no-any-return]
+
+
+stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", _public_stream)
+"""The raw handle, as torch's own kernel launchers read it; the public road builds an object for each call."""
+
+
+def geometry(x: Any, /) -> tuple[tuple[Any, ...], int]:
+    return (
+        type(x), x.shape, x.stride(), x.dtype, x.device, x.requires_grad and is_grad_enabled(), x.is_neg(),
+    ), x.data_ptr()  # fmt: skip
+
+
+def operand(name: str, x: Any, /) -> Operand:
+    if type(x) not in (torch.Tensor, torch.nn.Parameter):
+        raise TypeError(
+            f"{name} is a {type(x).__qualname__}, a subclass of torch.Tensor whose rules cuflash does not know; "
+            f"pass a plain tensor"
+        )
+    if x.layout is not torch.strided or x.is_nested:
+        raise TypeError(f"{name} is a sparse or nested tensor; pass a dense one")
+    if x.device.type not in ("cpu", "cuda") or torch.version.hip is not None:
+        raise UnsupportedError(f"{name} is on device {x.device}; cuflash takes CUDA and CPU tensors")
+    if x.requires_grad and is_grad_enabled():
+        raise UnsupportedError(
+            f"{name} requires grad, and cuflash.attention has no gradient yet: call it under torch.no_grad(), "
+            f"or pass {name}.detach()"
+        )
+    if x.is_neg():
+        raise UnsupportedError(f"{name} is a lazily negated view; pass {name}.resolve_neg()")
+    dtype = dtype_name(name, x.dtype)
+    size = x.element_size()
+    return Operand(
+        name=name,
+        array=x,
+        kind=sys.modules[__name__],
+        address=x.data_ptr(),
+        shape=tuple(x.shape),
+        strides=tuple(size * stride for stride in x.stride()),
+        dtype=dtype,
+        device=x.get_device() if x.is_cuda else CPU,
+    )
+
+
+def empty(like: Any, shape: tuple[int, ...], dtype: str | None = None, /) -> tuple[Any, int]:
+    x = like.new_empty(shape) if dtype is None else like.new_empty(shape, dtype=getattr(torch, dtype))
+    return x, x.data_ptr()
+
+
+def fill(x: Any, value: float, /) -> None:
+    x.fill_(value)
+
+
+def written(x: Any, /) -> None:
+    """Let autograd notice when a tensor that it saved was overwritten."""
+    if not x.is_inference():
+        torch.autograd.graph.increment_version(x)
+
+
+def numpy(x: Any, /) -> Any:
+    x = x.detach()
+    if x.dtype is torch.bfloat16:
+        from ml_dtypes import bfloat16
+
+        return x.view(torch.int16).numpy().view(bfloat16)
+    return x.numpy()
+
+
+def on_device(ordinal: int, /) -> AbstractContextManager[Any]:
+    return torch.cuda.device(ordinal)  # type: ignore[no-any-return]

@@ -1,0 +1,313 @@
+"""The cold path, from a checked call to a loaded kernel and a launch plan, and the table that makes it a rare one.
+
+A plan holds everything about a call but its five pointers. Plans are found by a key of all that they depend on
+(`cuflash.api` builds it), in a plain dictionary, without a lock.
+"""
+
+from __future__ import annotations
+
+import struct
+import threading
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from . import driver, kernels
+from .arch import ARCHES, Arch, arch_for, needs_ptx
+from .arrays import ITEM_BYTES, Operand
+from .config import KernelConfig
+from .errors import DriverError, MissingKernelError
+from .params import FORWARD, fast_div
+from .problem import AttentionProblem
+from .request import LOG2_E, Request
+from .settings import Settings, read_settings
+
+if TYPE_CHECKING:
+    from .compiler import Compiled
+
+Origin = Literal["memory", "disk", "prebuilt", "compiled"]
+
+MAX_PLANS = 4096
+"""Bound of the plan table (some 2 KB each); the oldest goes. Lengths that grow step by step make many plans."""
+
+LAZY_LOG2 = 8.0
+"""The softmax reference may lag behind the row maximum by this power of two, which fp16's and fp32's range allow."""
+
+
+# --- kernels ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedKernel:
+    """A kernel on a device, with all that led to it.
+
+    Attributes
+    ----------
+    kernel : driver.Kernel
+    problem : AttentionProblem
+    config : KernelConfig
+    compiled : Compiled
+    origin : {"memory", "disk", "prebuilt", "compiled"}
+        Where its code came from when it was loaded; ``"memory"``: it was on another device already.
+    """
+
+    kernel: driver.Kernel
+    problem: AttentionProblem
+    config: KernelConfig
+    compiled: Compiled
+    origin: Origin
+
+
+_loaded: dict[tuple[AttentionProblem, int], LoadedKernel] = {}
+_code: dict[tuple[AttentionProblem, bool], Compiled] = {}
+_locks: dict[Hashable, threading.Lock] = {}
+
+
+def kernel_for(problem: AttentionProblem, device: int) -> LoadedKernel:
+    """The loaded kernel of a problem; compiled, once for all threads, if no cache has it.
+
+    Raises
+    ------
+    CompileError, MissingKernelError, DriverError
+    """
+    key = (problem, device)
+    loaded = _loaded.get(key)
+    if loaded is None:
+        # By problem alone: a second device waits for the first one's code instead of compiling it again.
+        with _locks.setdefault(problem, threading.Lock()):
+            loaded = _loaded.get(key)
+            if loaded is None:
+                loaded = _loaded[key] = _load(problem, device)
+    return loaded
+
+
+def device_arch(device: int) -> Arch:
+    """The compile target of a device.
+
+    Raises
+    ------
+    UnsupportedError
+        The device is older than compute capability 8.0.
+    """
+    return arch_for(driver.device_compute_capability(device))
+
+
+def _load(problem: AttentionProblem, device: int) -> LoadedKernel:
+    config = kernels.select_config(problem)
+    ptx = needs_ptx(ARCHES[problem.arch], driver.device_compute_capability(device))
+    compiled, origin = _code.get((problem, ptx)), "memory"
+    settings = read_settings()
+    if compiled is None:
+        compiled, origin = obtain_code(problem, config, settings, ptx=ptx)
+    smem_bytes = config.smem_bytes(problem)
+    try:
+        kernel = driver.load_kernel(compiled, smem_bytes, device)
+    except DriverError:
+        if origin != "disk":
+            raise
+        discard_code(problem, config, settings, ptx=ptx)
+        compiled, origin = obtain_code(problem, config, settings, ptx=ptx)
+        kernel = driver.load_kernel(compiled, smem_bytes, device)
+    _code[problem, ptx] = compiled
+    return LoadedKernel(kernel, problem, config, compiled, origin)  # type: ignore[arg-type]
+
+
+def find_code(
+    problem: AttentionProblem, config: KernelConfig, settings: Settings, *, ptx: bool = False
+) -> tuple[Compiled, Origin] | None:
+    """A kernel's code from the prebuilt directory or the disk cache; neither renders nor compiles."""
+    from . import cache
+
+    key = cache.cache_key(problem, config, lineinfo=settings.lineinfo, ptx=ptx)
+    if settings.prebuilt_dir is not None and (compiled := cache.load_prebuilt(settings.prebuilt_dir, key)):
+        return compiled, "prebuilt"
+    store = cache.open_cache(settings)
+    if store is not None and (compiled := store.load(key)):
+        return compiled, "disk"
+    return None
+
+
+def obtain_code(
+    problem: AttentionProblem, config: KernelConfig, settings: Settings, *, ptx: bool = False
+) -> tuple[Compiled, Origin]:
+    """A kernel's code, compiled and published in the disk cache if it is nowhere.
+
+    Raises
+    ------
+    CompileError
+        NVRTC refused the kernel.
+    MissingKernelError
+        There is no NVRTC, or compiling is switched off.
+    """
+    found = find_code(problem, config, settings, ptx=ptx)
+    if found is not None:
+        return found
+    if not settings.jit:
+        raise MissingKernelError(
+            f"{kernels.symbol(problem, config)} for {problem.arch} is in no cache, and CUFLASH_DISABLE_JIT=1 forbids "
+            f"to compile it: unset that, or build kernels beforehand, `cuflash compile --all --arch {problem.arch}`, "
+            "and name their directory in CUFLASH_CACHE_DIR or CUFLASH_PREBUILT_DIR"
+        )
+    from . import cache, compiler, render
+
+    source = render.render(problem, config, lineinfo=settings.lineinfo)
+    compiled = compiler.compile_source(source, ptx=ptx)
+    store = cache.open_cache(settings)
+    if store is not None:
+        key = cache.cache_key(problem, config, lineinfo=settings.lineinfo, ptx=ptx)
+        store.publish(key, source, compiled, {"problem": repr(problem), "config": repr(config)})
+    return compiled, "compiled"
+
+
+def discard_code(problem: AttentionProblem, config: KernelConfig, settings: Settings, *, ptx: bool) -> None:
+    """Remove a kernel that the driver refuses from the disk cache."""
+    from . import cache
+
+    store = cache.open_cache(settings)
+    if store is not None:
+        store.discard(cache.cache_key(problem, config, lineinfo=settings.lineinfo, ptx=ptx))
+
+
+# --- plans -----------------------------------------------------------------------------------------------------
+
+
+class _Buffers(threading.local):
+    """Each thread's parameter block for each device."""
+
+    def __init__(self) -> None:
+        self.of_device: dict[int, driver.ArgumentBuffer] = {}
+
+    def new(self, device: int) -> driver.ArgumentBuffer:
+        # The first launch of this thread on this device: a thread that CUDA does not know yet has no context.
+        driver.ensure_context(device)
+        buffer = self.of_device[device] = driver.ArgumentBuffer(FORWARD.size)
+        return buffer
+
+
+_buffers = _Buffers()
+_POINTERS = 5
+_pack_block = struct.Struct(f"<{_POINTERS}Q{FORWARD.size - 8 * _POINTERS}s").pack_into
+
+
+class CallPlan:
+    """Everything about a call but its pointers.
+
+    Attributes
+    ----------
+    device : int
+    out_shape : tuple of int
+        In the caller's axis order.
+    lse_shape : tuple of int
+    alignment : int
+        The output's address must be a multiple of it.
+    dead : bool
+        There are rows but no keys: nothing is launched, and the caller fills 0 and -inf in.
+    loaded : LoadedKernel or None
+        None if nothing is launched.
+    launches : tuple of (grid, packed parameters after the pointers)
+    """
+
+    __slots__ = (
+        "_block", "_handle", "_smem_bytes", "_spans", "alignment", "dead", "device", "launches", "loaded", "lse_shape",
+        "out_shape",
+    )  # fmt: skip
+
+    def __init__(
+        self, request: Request, loaded: LoadedKernel | None, launches: tuple[tuple[tuple[int, int, int], bytes], ...]
+    ) -> None:
+        self.device = request.device
+        self.out_shape = request.out_shape
+        self.lse_shape = request.lse_shape
+        self.dead = request.seqlen_k == 0 and request.rows > 0
+        self.loaded = loaded
+        self.launches = launches
+        self.alignment = 1
+        if loaded is not None:
+            self.alignment = loaded.problem.access_bytes
+            self._handle = loaded.kernel.handle
+            self._block = (loaded.config.threads, 1, 1)
+            self._smem_bytes = loaded.config.smem_bytes(loaded.problem)
+        operands = (request.q, request.k, request.v, request.out)
+        self._spans = tuple(span(x) for x in operands if x is not None)
+
+    def launch(self, q: int, k: int, v: int, out: int, lse: int, stream: int) -> None:
+        """Launch on a stream of the plan's device, whose context must be current.
+
+        Parameters
+        ----------
+        q, k, v, out, lse : int
+            Addresses; ``lse`` 0: not wanted.
+        stream : int
+        """
+        for grid, tail in self.launches:
+            buffer = _buffers.of_device.get(self.device) or _buffers.new(self.device)
+            _pack_block(buffer.block, 0, q, k, v, out, lse, tail)
+            driver.launch(self._handle, grid, self._block, self._smem_bytes, stream, buffer.address)
+
+    def apart(self, q: int, k: int, v: int, out: int) -> bool:
+        """Whether the span of memory of ``out``, which the call was given, meets that of no input."""
+        (q_low, q_high), (k_low, k_high), (v_low, v_high), (low, high) = self._spans
+        low += out
+        high += out
+        return (
+            (high <= q + q_low or q + q_high <= low)
+            and (high <= k + k_low or k + k_high <= low)
+            and (high <= v + v_low or v + v_high <= low)
+        )
+
+
+def span(x: Operand) -> tuple[int, int]:
+    """First byte and end of an array's memory, relative to its address; (0, 0) if it has no elements."""
+    if 0 in x.shape:
+        return 0, 0
+    reaches = [stride * (extent - 1) for stride, extent in zip(x.strides, x.shape, strict=True)]
+    return sum(r for r in reaches if r < 0), sum(r for r in reaches if r > 0) + ITEM_BYTES[x.dtype]
+
+
+def make_plan(request: Request) -> CallPlan:
+    """Plan a GPU call; compiles and loads its kernel if that was not done before."""
+    if request.rows == 0 or request.seqlen_k == 0:
+        return CallPlan(request, None, ())
+    loaded = kernel_for(request.problem(device_arch(request.device).name), request.device)
+    group = request.heads // request.heads_k
+    grid = kernels.forward_grid(
+        loaded.problem, loaded.config, request.batch * request.heads, group, request.seqlen_q, request.seqlen_k
+    )
+    values = _parameters(request) | {"m_tiles": grid.m_tiles}
+    launches = tuple(
+        (blocks, FORWARD.pack(values | {"first_tile": first})[8 * _POINTERS :]) for first, blocks in grid.launches
+    )
+    return CallPlan(request, loaded, launches)
+
+
+def _parameters(request: Request) -> dict[str, Any]:
+    """The parameter block's values, without the grid's; pointers 0."""
+    scale_log2 = request.scale * LOG2_E
+    values: dict[str, Any] = dict.fromkeys(("q", "k", "v", "out", "lse"), 0)
+    for name in ("q", "k", "v", "out"):
+        for axis, stride in zip(("batch", "seq", "head", "dim"), request.strides[name], strict=True):
+            values[f"{name}_{axis}_stride"] = stride
+    return values | {
+        "heads": fast_div(request.heads),
+        "group": fast_div(request.heads // request.heads_k),
+        "batch_heads": request.batch * request.heads,
+        "seqlen_q": request.seqlen_q,
+        "seqlen_k": request.seqlen_k,
+        "causal_offset": request.causal_offset,
+        "scale_log2": scale_log2,
+        "lazy_slack": LAZY_LOG2 if request.scale_first else LAZY_LOG2 / scale_log2,
+    }
+
+
+# --- the table -------------------------------------------------------------------------------------------------
+
+PLANS: dict[Hashable, CallPlan] = {}
+_table_lock = threading.Lock()
+
+
+def remember(key: Hashable, plan: CallPlan) -> None:
+    """Enter a plan into the table; readers need no lock."""
+    with _table_lock:
+        while len(PLANS) >= MAX_PLANS:
+            del PLANS[next(iter(PLANS))]
+        PLANS[key] = plan

@@ -1,0 +1,167 @@
+"""What one call asks for, checked: the common ground of the launch plan, the CPU backend and ``explain``."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal, cast
+
+from .arrays import ITEM_BYTES, Operand
+from .problem import AttentionProblem, Dtype
+
+Causal = Literal[False, "bottom_right", "top_left"]
+
+AXES = {"bshd": (0, 1, 2, 3), "bhsd": (0, 2, 1, 3)}
+"""For each layout, where (batch, seq, heads, dim) lie."""
+
+WIDEST_ACCESS = 16
+TILE_ROWS = 256
+"""No kernel's tile has more rows; within a tile, all but the scalar kernels take 32-bit byte offsets."""
+
+LOG2_E = math.log2(math.e)
+FLOAT32_MAX = (2 - 2**-23) * 2.0**127
+FOLDED_SCALES = (1e-30, 1e30)
+"""Where scale * log2(e) and its reciprocal are both good fp32 numbers."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """One checked call.
+
+    Attributes
+    ----------
+    q, k, v : Operand
+    out : Operand or None
+        None: a new contiguous array in the call's layout.
+    layout : {"bshd", "bhsd"}
+    causal : {False, "bottom_right", "top_left"}
+    scale : float
+    return_lse : bool
+    """
+
+    q: Operand
+    k: Operand
+    v: Operand
+    out: Operand | None
+    layout: str
+    causal: Causal
+    scale: float
+    return_lse: bool
+
+    @cached_property
+    def sizes(self) -> tuple[int, int, int, int, int]:
+        """(batch, query length, key length, query heads, key/value heads)."""
+        batch, seq, heads, _ = AXES[self.layout]
+        q, k = self.q.shape, self.k.shape
+        return q[batch], q[seq], k[seq], q[heads], k[heads]
+
+    @property
+    def batch(self) -> int:
+        return self.sizes[0]
+
+    @property
+    def seqlen_q(self) -> int:
+        return self.sizes[1]
+
+    @property
+    def seqlen_k(self) -> int:
+        return self.sizes[2]
+
+    @property
+    def heads(self) -> int:
+        return self.sizes[3]
+
+    @property
+    def heads_k(self) -> int:
+        return self.sizes[4]
+
+    @property
+    def head_dim(self) -> int:
+        return self.q.shape[3]
+
+    @property
+    def head_dim_v(self) -> int:
+        return self.v.shape[3]
+
+    @property
+    def device(self) -> int:
+        return self.q.device
+
+    @cached_property
+    def out_shape(self) -> tuple[int, ...]:
+        """In the caller's axis order."""
+        return (*self.q.shape[:3], self.head_dim_v)
+
+    @property
+    def lse_shape(self) -> tuple[int, int, int]:
+        return self.batch, self.heads, self.seqlen_q
+
+    @property
+    def lse_dtype(self) -> str:
+        return "float64" if self.q.dtype == "float64" else "float32"
+
+    @property
+    def rows(self) -> int:
+        """Rows of the output."""
+        return self.batch * self.heads * self.seqlen_q
+
+    @cached_property
+    def strides(self) -> dict[str, tuple[int, ...]]:
+        """For q, k, v and out, the strides in elements along (batch, seq, heads, dim).
+
+        Axes of one element, whose stride is arbitrary and often absurd, get 0 (1 on the last axis).
+        """
+        item = ITEM_BYTES[self.q.dtype]
+        laid_out = {x.name: (x.shape, x.strides) for x in (self.q, self.k, self.v)}
+        if self.out is None:
+            laid_out["out"] = (self.out_shape, contiguous_strides(self.out_shape, item))
+        else:
+            laid_out["out"] = (self.out.shape, self.out.strides)
+        return {
+            name: tuple(strides[i] // item if shape[i] > 1 else int(i == 3) for i in AXES[self.layout])
+            for name, (shape, strides) in laid_out.items()
+        }
+
+    @cached_property
+    def access_bytes(self) -> int:
+        """The widest access, of 16, 8, 4 and 2 bytes, that every address and row of the call allows."""
+        item = ITEM_BYTES[self.q.dtype]
+        addresses = self.q.address | self.k.address | self.v.address | (self.out.address if self.out else 0)
+        elements = self.head_dim | self.head_dim_v
+        for batch, seq, head, dim in self.strides.values():
+            if dim != 1 or abs(seq) * item * TILE_ROWS >= 2**31:
+                return item
+            elements |= batch | seq | head
+        bits = WIDEST_ACCESS | addresses | elements * item
+        return bits & -bits
+
+    @property
+    def scale_first(self) -> bool:
+        return not FOLDED_SCALES[0] <= self.scale * LOG2_E <= FOLDED_SCALES[1]
+
+    @property
+    def causal_offset(self) -> int:
+        """Query i sees keys j <= i + offset."""
+        return self.seqlen_k - self.seqlen_q if self.causal == "bottom_right" else 0
+
+    def problem(self, arch: str) -> AttentionProblem:
+        """The kernel that the call needs on a compile target."""
+        return AttentionProblem(
+            head_dim=self.head_dim,
+            head_dim_v=self.head_dim_v,
+            dtype=cast(Dtype, self.q.dtype),
+            mask="causal" if self.causal else "full",
+            access_bytes=self.access_bytes,
+            scale_first=self.scale_first,
+            arch=arch,
+        )
+
+
+def contiguous_strides(shape: Sequence[int], item: int) -> tuple[int, ...]:
+    """Strides in bytes of a C-contiguous array of elements of ``item`` bytes."""
+    strides = [item]
+    for extent in reversed(shape[1:]):
+        strides.append(strides[-1] * max(extent, 1))
+    return tuple(reversed(strides))
