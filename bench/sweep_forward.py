@@ -26,9 +26,9 @@ from cuflash.bench.measure import CupyTimer, Spread, device_times
 from cuflash.bench.peers import Refusal, torch_available, torch_peer
 from cuflash.build import Built, build
 from cuflash.cache import cache_key, load_prebuilt
+from cuflash.checks import make_request
 from cuflash.config import KernelConfig
 from cuflash.problem import AttentionProblem
-from cuflash.request import make_request
 
 ODD_LENGTHS = ((1000, 777), (130, 77), (77, 130))
 """Nq, Nk of the small checks: partial tiles on both axes, and dead rows under a causal mask."""

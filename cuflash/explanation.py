@@ -39,6 +39,8 @@ class Kernel:
         The map of the dynamic shared memory.
     grid : tuple of tuple of int
         Thread blocks of each launch of the call.
+    ptx : bool
+        The device is newer than any target: the driver translates PTX.
     cached : {"memory", "disk", "prebuilt", "compiled", "no"}
         Where its code is: loaded already, in the disk cache, in the prebuilt directory, made for this explanation
         (``compile=True``), or nowhere yet.
@@ -52,6 +54,7 @@ class Kernel:
     config: KernelConfig
     smem: tuple[SmemRegion, ...]
     grid: tuple[tuple[int, int, int], ...]
+    ptx: bool
     cached: Cached
     compiled: Compiled | None
 
@@ -62,11 +65,11 @@ class Kernel:
     @property
     def registers(self) -> int | None:
         """Per thread; None while the code is nowhere, or PTX."""
-        return self.compiled.registers if self.compiled and not self.compiled.is_ptx else None
+        return self.compiled.registers if self.compiled and not self.ptx else None
 
     @property
     def spill_bytes(self) -> int | None:
-        return self.compiled.spill_bytes if self.compiled and not self.compiled.is_ptx else None
+        return self.compiled.spill_bytes if self.compiled and not self.ptx else None
 
 
 @dataclass(frozen=True)
@@ -224,45 +227,45 @@ def explain_gpu(request: Request, arch: Arch, *, planned: bool, compile: bool) -
     """The kernel, where its code is, and what the call costs on the device or on the card that stands for ``arch``."""
     device = cost.NOMINAL_DEVICES[arch.name] if planned else device_model(request.device, arch)
     shape = shape_of(request)
-    common = {
-        "call": call_text(request),
-        "backend": "cuda",
-        "device": device,
-        "flops": shape.flops,
-        "standard_bytes": shape.standard_bytes,
-    }
+    base = Explanation(
+        call=call_text(request),
+        backend="cuda",
+        device=device,
+        flops=shape.flops,
+        standard_bytes=shape.standard_bytes,
+        notes=("nothing is launched: the call has no rows or no keys",),
+    )
     if request.rows == 0 or request.seqlen_k == 0:
-        return Explanation(**common, notes=("nothing is launched: the call has no rows or no keys",))
+        return base
+    kernel = explain_kernel(request, arch, planned=planned, compile=compile)
+    config = kernel.config
+    schedule = cost.Schedule(config.block_m, kernel.grid[0][0], device.multiprocessors * config.ctas, device.l2_bytes)
+    return dataclasses.replace(
+        base,
+        kernel=kernel,
+        hbm_bytes=cost.fused_bytes(shape, schedule, request.return_lse),
+        notes=notes(request, kernel, planned=planned),
+    )
+
+
+def explain_kernel(request: Request, arch: Arch, *, planned: bool, compile: bool) -> Kernel:
+    """The kernel that serves a call which launches one."""
     problem = request.problem(arch.name)
     config = kernels.select_config(problem)
-    grid = kernels.forward_grid(
-        problem,
-        config,
-        request.batch * request.heads,
-        request.heads // request.heads_k,
-        request.seqlen_q,
-        request.seqlen_k,
-    )
+    batch_heads, group = request.batch * request.heads, request.heads // request.heads_k
+    grid = kernels.forward_grid(problem, config, batch_heads, group, request.seqlen_q, request.seqlen_k)
     ptx = not planned and needs_ptx(arch, driver.device_compute_capability(request.device))
     cached, compiled = locate(problem, config, None if planned else request.device, compile=compile, ptx=ptx)
-    schedule = cost.Schedule(
-        config.block_m, grid.launches[0][1][0], device.multiprocessors * config.ctas, device.l2_bytes
-    )
-    kernel = Kernel(
+    return Kernel(
         symbol=kernels.symbol(problem, config),
         family=config.family,
         problem=problem,
         config=config,
         smem=config.smem(problem),
         grid=tuple(blocks for _, blocks in grid.launches),
+        ptx=ptx,
         cached=cached,
         compiled=compiled,
-    )
-    return Explanation(
-        **common,
-        kernel=kernel,
-        hbm_bytes=cost.fused_bytes(shape, schedule, request.return_lse),
-        notes=notes(request, problem, arch, ptx=ptx, planned=planned),
     )
 
 
@@ -295,8 +298,9 @@ def locate(
     return origin, compiled
 
 
-def notes(request: Request, problem: AttentionProblem, arch: Arch, *, ptx: bool, planned: bool) -> tuple[str, ...]:
+def notes(request: Request, kernel: Kernel, *, planned: bool) -> tuple[str, ...]:
     """What is unusual about a call."""
+    problem, arch = kernel.problem, kernel.problem.arch
     found = []
     if problem.access_bytes == 2:
         found.append("scalar-load variant: an address, a stride or a head dim allows 2-byte accesses only; slower")
@@ -306,10 +310,10 @@ def notes(request: Request, problem: AttentionProblem, arch: Arch, *, ptx: bool,
         )
     if problem.scale_first:
         found.append("scale-first variant: the scale is 0, negative, tiny or huge, so scores are scaled before softmax")
-    if ptx:
-        found.append(f"the device is newer than {arch.name}: the driver translates PTX at the first load")
+    if kernel.ptx:
+        found.append(f"the device is newer than {arch}: the driver translates PTX at the first load")
     if planned:
-        found.append(f"planned for {arch.name}; the roofline is that of the {cost.NOMINAL_DEVICES[arch.name].name}")
-    if request.seqlen_k * request.seqlen_q and request.causal and request.causal_offset < 0:
+        found.append(f"planned for {arch}; the roofline is that of the {cost.NOMINAL_DEVICES[arch].name}")
+    if request.causal and request.causal_offset < 0:
         found.append(f"the first {min(request.seqlen_q, -request.causal_offset)} queries see no key and get 0")
     return tuple(found)

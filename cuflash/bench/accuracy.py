@@ -75,12 +75,13 @@ def to_module(array: Any, xp: Any) -> Any:
 
 def errors(outputs: dict[str, Any], inputs: list[Any], causal: bool, xp: Any, heads: int = 4) -> dict[str, Error]:
     """The error of each output, (batch, seq, heads, dim) arrays, on a sample of heads."""
-    q, k, v = inputs
+    batch, _, head_count, _ = inputs[0].shape
     squares = dict.fromkeys(outputs, 0.0)
     worst = {name: (-1.0, (0, 0, 0, 0)) for name in outputs}
     norm = 0.0
-    for b, h in sampled_heads(q.shape[0], q.shape[2], heads):
-        exact = exact_head(*(to_module(a[b, :, h], xp) for a in (q, k, v)), causal, xp)
+    for b, h in sampled_heads(batch, head_count, heads):
+        q_head, k_head, v_head = (to_module(a[b, :, h], xp) for a in inputs)
+        exact = exact_head(q_head, k_head, v_head, causal, xp)
         norm += float((exact**2).sum())
         for name, output in outputs.items():
             difference = xp.abs(to_module(output[b, :, h], xp).astype(np.float64) - exact)

@@ -77,9 +77,11 @@ def smi(ordinal: int) -> dict[str, str]:
 
 def describe(ordinal: int) -> dict[str, Any]:
     """Everything about this machine that a reader of the numbers needs."""
-    from .. import compiler, driver
+    from .. import compiler, driver, jit
+    from ..explanation import device_model
 
     properties = driver.device_properties(ordinal)
+    model = device_model(ordinal, jit.device_arch(ordinal))
     found: dict[str, Any] = {
         "commit": commit(),
         "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
@@ -87,6 +89,7 @@ def describe(ordinal: int) -> dict[str, Any]:
         "compute_capability": list(properties.compute_capability),
         "multiprocessors": properties.multiprocessors,
         "clock_mhz": properties.clock_hz / 1e6,
+        "peak_tflops": model.peak_flops / 1e12,
         "bandwidth_gb_s": properties.memory_bytes_per_second / 1e9,
         "l2_bytes": properties.l2_bytes,
         "nvidia_smi": smi(ordinal),

@@ -7,12 +7,15 @@ from dataclasses import dataclass, field
 from itertools import product
 from typing import Any
 
+from ..build import Job
+from ..explanation import explain
+from ..problem import Dtype
 from . import accuracy
 from .inputs import TOKENS, WIDTH, Case, InputPool
 from .measure import Spread, Timer, device_times
 from .peers import OURS, contestants
 
-DTYPES = ("bfloat16", "float16")
+DTYPES: tuple[Dtype, ...] = ("bfloat16", "float16")
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 MAIN_HEAD_DIMS = (64, 128, 256)
 OTHER_HEAD_DIMS = (32, 80, 96, 160, 192)
@@ -31,9 +34,23 @@ class Result:
 
 @dataclass(slots=True)
 class Row:
-    """One case with everybody's result, and what the others said who refused it."""
+    """One case with everybody's result, and what the others said who refused it.
+
+    Attributes
+    ----------
+    kernel : str
+        cuflash's kernel.
+    case_flops : float
+        By the papers' convention.
+    hbm_bytes, standard_bytes : int
+        Predicted memory traffic of the kernel, and that of attention which stores the scores (`cuflash.cost`).
+    """
 
     case: Case
+    kernel: str
+    case_flops: float
+    hbm_bytes: int
+    standard_bytes: int
     results: dict[str, Result] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
 
@@ -47,8 +64,7 @@ def all_cases() -> list[Case]:
 
 def quick_cases() -> list[Case]:
     """A look that takes seconds."""
-    chosen = product(("bfloat16",), MAIN_HEAD_DIMS, (False, True), (1024, 4096))
-    return [Case.of(d, causal, n, dtype) for dtype, d, causal, n in chosen]
+    return [Case.of(*chosen, "bfloat16") for chosen in product(MAIN_HEAD_DIMS, (False, True), (1024, 4096))]
 
 
 def measure_forward(
@@ -71,10 +87,14 @@ def measure_case(case: Case, pool: InputPool, peers: tuple[str, ...], rounds: in
     """Time everybody who takes the case, in turn, and compare everybody's output with float64."""
     arrays = pool.arrays(case.shape)
     taking, refusing = contestants(case, arrays, peers)
-    row = Row(case, refused={refusal.name: refusal.reason for refusal in refusing})
+    about = explain(*arrays[:3], causal=case.causal)
+    row = Row(case, about.kernel.symbol if about.kernel else "", case.flops, about.hbm_bytes, about.standard_bytes)
+    row.refused = {refusal.name: refusal.reason for refusal in refusing}
     outputs = {one.name: one.output() for one in taking}
     errors = accuracy.errors(outputs, arrays[:3], case.causal, xp)
     del outputs
+    # A short case gets up to three times the rounds: its time is the noisier one, and costs less.
+    rounds *= min(3, max(1, round(4e11 / case.flops)))
     times = device_times({one.name: one.call for one in taking}, rounds, timer)
     for name, spread in times.items():
         row.results[name] = Result(spread, case.tflops(spread.median), errors[name])
@@ -87,23 +107,11 @@ def describe_row(row: Row) -> str:
     return f"{row.case}: {speeds} TFLOP/s"
 
 
-def kernel_jobs(cases: Iterable[Case], arch: str) -> list[Any]:
+def kernel_jobs(cases: Iterable[Case], arch: str) -> list[Job]:
     """(problem, config) of every kernel that the cases need."""
     from ..kernels import select_config
-    from ..problem import AttentionProblem
 
-    problems = {
-        AttentionProblem(
-            c.head_dim,
-            c.head_dim,
-            c.dtype,
-            "causal" if c.causal else "full",
-            16,
-            False,
-            arch,  # type: ignore[arg-type]
-        )
-        for c in cases
-    }
+    problems = {case.problem(arch) for case in cases}
     ordered = sorted(problems, key=lambda p: -p.head_dim)  # the longest compilations first
     return [(problem, select_config(problem)) for problem in ordered]
 

@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from ..problem import AttentionProblem, Dtype
+
 TOKENS = 16384
 """Batch times length of the forward table, as in the FlashAttention papers."""
 WIDTH = 2048
@@ -21,12 +23,12 @@ class Case:
     head_dim: int
     causal: bool
     seqlen: int
-    dtype: str
+    dtype: Dtype
     batch: int
     heads: int
 
     @classmethod
-    def of(cls, head_dim: int, causal: bool, seqlen: int, dtype: str) -> Case:
+    def of(cls, head_dim: int, causal: bool, seqlen: int, dtype: Dtype) -> Case:
         """The case with ``TOKENS`` tokens and ``WIDTH // head_dim`` heads."""
         return cls(head_dim, causal, seqlen, dtype, max(1, TOKENS // seqlen), max(1, WIDTH // head_dim))
 
@@ -42,6 +44,12 @@ class Case:
     def tflops(self, milliseconds: float) -> float:
         return self.flops / milliseconds / 1e9
 
+    def problem(self, arch: str) -> AttentionProblem:
+        """The kernel that the case needs."""
+        return AttentionProblem(
+            self.head_dim, self.head_dim, self.dtype, "causal" if self.causal else "full", 16, False, arch
+        )
+
     def __str__(self) -> str:
         mask = "causal" if self.causal else "full"
         return f"{self.dtype} d{self.head_dim} {mask} N {self.seqlen} (B {self.batch}, H {self.heads})"
@@ -49,10 +57,8 @@ class Case:
 
 def numpy_dtype(name: str) -> np.dtype[Any]:
     """The NumPy dtype of a name; bfloat16 comes from ml_dtypes."""
-    if name == "bfloat16":
-        import ml_dtypes
+    import ml_dtypes  # noqa: F401 - makes its names known to NumPy
 
-        return np.dtype(ml_dtypes.bfloat16)
     return np.dtype(name)
 
 

@@ -14,7 +14,8 @@ from typing import Any
 
 from ..cli.screen import Screen
 from . import environment, forward
-from .measure import Call, CupyTimer, Timer
+from .inputs import Case, InputPool
+from .measure import CupyTimer, Timer
 from .overhead import measure_host, measure_memory
 from .peers import torch_available
 from .startup import measure_startup
@@ -52,7 +53,7 @@ class Plan:
         return self.rounds or (7 if self.quick else 15)
 
     @property
-    def cases(self) -> list[forward.Case]:
+    def cases(self) -> list[Case]:
         return forward.quick_cases() if self.quick else forward.all_cases()
 
 
@@ -94,7 +95,7 @@ def forward_part(
     return [plain(row) for row in rows]
 
 
-def compile_kernels(cases: list[forward.Case], screen: Screen) -> None:
+def compile_kernels(cases: list[Case], screen: Screen) -> None:
     """Fill the disk cache, so that the table does not wait for one kernel after the other."""
     from .. import driver
     from ..arch import arch_for
@@ -112,21 +113,19 @@ def compile_kernels(cases: list[forward.Case], screen: Screen) -> None:
 
 
 def clocks_under_load(timer: Timer) -> dict[str, str]:
-    """What nvidia-smi reads while the device works through a second of queued calls."""
-    import cupy
-
+    """What nvidia-smi reads while the device works through a second and a half of queued calls."""
     import cuflash
 
-    q, k, v, out = (cupy.zeros((4, 4096, 16, 128), dtype="float16") for _ in range(4))
-    call: Call = lambda: cuflash.attention(q, k, v, out=out)  # noqa: E731
-    call()
+    case = Case.of(128, False, 4096, "bfloat16")
+    q, k, v, out = InputPool(case.dtype).arrays(case.shape)
+    cuflash.attention(q, k, v, out=out)
     start = timer.record()
     for _ in range(20):
-        call()
+        cuflash.attention(q, k, v, out=out)
     stop = timer.record()
     timer.synchronize()
-    for _ in range(min(5000, int(20 * 1500 / max(0.01, timer.elapsed_ms(start, stop))))):
-        call()
+    for _ in range(min(1000, int(20 * 1500 / max(1.0, timer.elapsed_ms(start, stop))))):
+        cuflash.attention(q, k, v, out=out)
     seen = environment.smi(0)
     timer.synchronize()
     return seen
