@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import faulthandler
 import os
+from collections import Counter
 from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
@@ -70,14 +71,11 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    skipped = [report for report in terminalreporter.stats.get("skipped", []) if "gpu" in report.keywords]
+    skipped = terminalreporter.stats.get("skipped", [])
     if skipped:
-        terminalreporter.section("GPU tests", sep="-", yellow=True)
-        terminalreporter.line(f"{len(skipped)} GPU tests did not run: {_reasons(skipped)}", yellow=True)
-
-
-def _reasons(reports: list[pytest.TestReport]) -> str:
-    return "; ".join(sorted({report.longrepr[2].removeprefix("Skipped: ") for report in reports}))
+        terminalreporter.section("tests that did not run", sep="-", yellow=True)
+        for reason, count in Counter(report.longrepr[2].removeprefix("Skipped: ") for report in skipped).items():
+            terminalreporter.line(f"{count:5}  {reason}", yellow=True)
 
 
 @pytest.fixture(scope="session")
