@@ -9,14 +9,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
-__all__ = ["Array", "Causal", "attention_cpu", "causal_offset"]
+from .request import Causal
+
+__all__ = ["Array", "attention_cpu", "causal_offset"]
 
 Array: TypeAlias = "np.ndarray[Any, Any]"
-Causal: TypeAlias = Literal[False, "bottom_right", "top_left"]
 
 TILE_ROWS = 512
 TILE_KEYS = 512

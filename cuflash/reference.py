@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 
 from .config import KernelConfig
-from .cpu import Array, Causal, attention_cpu, causal_offset
+from .cpu import Array, causal_offset
+from .request import Causal
 
-__all__ = ["attention_cpu", "oracle", "tile_schedule"]
+__all__ = ["oracle", "tile_schedule"]
 
 LAZY_LOG2 = 8.0
 """Probabilities may exceed 1 by this power of two before a kernel raises its softmax reference."""

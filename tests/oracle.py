@@ -13,8 +13,9 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from cuflash.cpu import Array, Causal, causal_offset
+from cuflash.cpu import Array, causal_offset
 from cuflash.reference import oracle
+from cuflash.request import Causal
 
 __all__ = [
     "DTYPES",

@@ -116,6 +116,13 @@ def test_non_finite_values_reach_the_rows_that_see_them_and_no_others(tiles, whe
     assert np.isnan(value) <= np.isnan(out[touched]).any(axis=-1).all()
 
 
+def test_rows_of_nothing_but_minus_infinity_are_dead_whatever_v_holds(tiles):
+    q, k, v = draw(8, (4, 20))
+    q[...], k[...], v[:, :, 3] = 1, -np.inf, np.nan
+    out, lse = attend(q, k, v)
+    assert not out.any() and np.isneginf(lse).all()
+
+
 def test_results_repeat_bitwise(tiles):
     q, k, v = draw(6, (30, 31), (4, 2))
     first, second = attend(q, k, v, "bottom_right"), attend(q, k, v, "bottom_right")

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from cuflash.config import KernelConfig
 from cuflash.reference import tile_schedule
-from tests.oracle import DTYPES, assert_accurate, assert_lse, measure, oracle, randn
+from tests.oracle import DTYPES, assert_accurate, assert_lse, measure, oracle, randn, unit_roundoff
 
 SMALL = KernelConfig("forward_sm80", block_m=32, block_n=16, warps=2, stages=2, q_registers=0, ctas=1)
 REAL = KernelConfig("forward_sm80", block_m=128, block_n=64, warps=4, stages=2, q_registers=0, ctas=2)
@@ -89,6 +89,16 @@ def test_outlier_logits():
     k = randn(np.random.default_rng(4), (1, 1, 1024, 64), "float16", 0.1)
     k[0, 0, 100, :2], k[0, 0, 900, :2] = 76, 76.25
     check(q, k, randn(np.random.default_rng(5), (1, 1, 1024, 64), "float16"), scale=0.5)
+
+
+def test_huge_scores_that_differ_by_little():
+    """Scores of 2^24 and a few units more, exact in float32: their small differences decide, across tiles too."""
+    q = np.array([4096, 1], DTYPES["bfloat16"]).reshape(1, 1, 1, 2)
+    k = np.empty((1, 1, 96, 2), q.dtype)
+    k[..., 0], k[..., 1] = 4096, 2 * (np.arange(96) * 37 % 96 // 8)
+    v = randn(np.random.default_rng(7), (1, 1, 96, 24), "bfloat16")
+    out, _ = tile_schedule(q, k, v, causal=False, scale=0.3, config=SMALL)
+    assert measure(out, oracle(q, k, v, scale=0.3)[0]).frobenius < 2 * unit_roundoff(q.dtype)
 
 
 def test_nan_and_minus_infinity():
