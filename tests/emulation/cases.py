@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from cuflash.config import KernelConfig
-from cuflash.cpu import Causal, causal_offset
+from cuflash.cpu import causal_offset
+from cuflash.request import Causal
 from tests.emulation.launch import Result, Timing, forward
 from tests.emulation.tensors import Tensor, allocate, dense_strides, place
 from tests.oracle import assert_accurate, assert_lse

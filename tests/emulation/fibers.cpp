@@ -14,7 +14,6 @@ Machine machine;
 namespace {
 
 constexpr size_t kStackBytes = 256 << 10;   // touched pages only; the lowest page is a guard
-constexpr long kInstructionLimit = 500'000'000;
 constexpr long kFaultLimit = 10'000;
 
 Kernel kernel;
@@ -168,8 +167,8 @@ void count_instruction() {
         fault("abandoned", "after more than %ld faults the other blocks were not run", kFaultLimit);
         abandon_block();
     }
-    if (++machine.instructions < kInstructionLimit) return;
-    fault("runaway", "more than %ld instructions in one block: an endless loop", kInstructionLimit);
+    if (++machine.instructions < machine.instruction_limit) return;
+    fault("runaway", "more than %ld instructions in one block: an endless loop", machine.instruction_limit);
     abandon_block();
 }
 

@@ -7,12 +7,6 @@ using namespace emulation;
 
 extern "C" {
 
-void emulation_clear() { clear_regions(); }
-
-void emulation_tensor(const char* name, void* base, long bytes, const unsigned char* elements, unsigned char* writes, long* reads) {
-    add_region(name, base, bytes, elements, writes, reads);
-}
-
 struct Launch {
     const void* parameters;
     const Coordinates* blocks;   // those to run, in this order
@@ -20,16 +14,26 @@ struct Launch {
     Coordinates grid;
     int threads;
     int shared_bytes;
+    long instruction_limit;   // of a block
     unsigned seed;
     int copies_land_late;
     int no_wait, no_block_barrier, no_warp_barrier;
 };
+
+int emulation_launch_bytes() { return sizeof(Launch); }
+
+void emulation_clear() { clear_regions(); }
+
+void emulation_tensor(const char* name, void* base, long bytes, const unsigned char* elements, unsigned char* writes, long* reads) {
+    add_region(name, base, bytes, elements, writes, reads);
+}
 
 // A report in lines: "fault<TAB>kind<TAB>times<TAB>first one" and "count<TAB>name<TAB>value". Valid until the next call.
 const char* emulation_run(const Launch* launch) {
     static std::string report;
     machine = Machine();
     machine.grid = launch->grid;
+    machine.instruction_limit = launch->instruction_limit;
     machine.random.seed(launch->seed);
     machine.copies_land_late = launch->copies_land_late;
     machine.no_wait = launch->no_wait;

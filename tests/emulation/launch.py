@@ -4,21 +4,29 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from unittest import mock
 
 import numpy as np
 
-from cuflash import kernels, params
+from cuflash import jit, kernels
+from cuflash.arch import ARCHES
+from cuflash.checks import make_request
 from cuflash.config import KernelConfig
 from cuflash.problem import AttentionProblem
 from cuflash.render import Source, render
-from cuflash.request import LOG2_E, Causal, Request, make_request
+from cuflash.request import Causal, Request
 from tests.emulation.build import build
 from tests.emulation.tensors import Tensor, allocate
 
 SABOTAGE = ("no_wait", "no_block_barrier", "no_warp_barrier")
 """Instructions that the emulator can be told to ignore."""
+
+
+INSTRUCTION_LIMIT = 500_000_000
+"""Of one block, counted by thread: some ten seconds. Whatever takes longer runs for ever."""
 
 
 class Coordinates(ctypes.Structure):
@@ -33,6 +41,7 @@ class Launch(ctypes.Structure):
         ("grid", Coordinates),
         ("threads", ctypes.c_int),
         ("shared_bytes", ctypes.c_int),
+        ("instruction_limit", ctypes.c_long),
         ("seed", ctypes.c_uint),
         ("copies_land_late", ctypes.c_int),
         *((name, ctypes.c_int) for name in SABOTAGE),
@@ -68,9 +77,8 @@ class Timing:
 
 @dataclass(frozen=True)
 class Result:
-    out: np.ndarray
-    lse: np.ndarray | None
     report: Report
+    plan: jit.CallPlan
     problem: AttentionProblem
     config: KernelConfig
 
@@ -81,6 +89,7 @@ class Emulator:
     def __init__(self, source: Source) -> None:
         self._library = ctypes.CDLL(str(build(source)))
         self._library.emulation_run.restype = ctypes.c_char_p
+        assert self._library.emulation_launch_bytes() == ctypes.sizeof(Launch)
         self.parameter_bytes = int(self._library.emulated_parameter_bytes())
 
     def run(self, launch: Launch, tensors: dict[str, Tensor], report: Report) -> None:
@@ -101,24 +110,13 @@ def emulator_for(problem: AttentionProblem, config: KernelConfig) -> Emulator:
     return Emulator(render(problem, config))
 
 
-def forward_values(request: Request) -> dict[str, int | float | tuple[int, ...]]:
-    """The parameter block's values but for the pointers and the grid's share."""
-    log2_scale = float(np.float32(request.scale * LOG2_E))
-    values: dict[str, int | float | tuple[int, ...]] = {
-        f"{name}_{axis}_stride": stride
-        for name in ("q", "k", "v", "out")
-        for axis, stride in zip(("batch", "seq", "head", "dim"), request.strides(name), strict=True)
-    }
-    return values | {
-        "heads": params.fast_div(request.heads),
-        "group": params.fast_div(request.heads // request.heads_k),
-        "batch_heads": request.batch * request.heads,
-        "seqlen_q": request.seqlen_q,
-        "seqlen_k": request.seqlen_k,
-        "causal_offset": request.causal_offset,
-        "scale_log2": log2_scale,
-        "lazy_slack": 8.0 if request.scale_first else 8.0 / log2_scale,
-    }
+def _plan(request: Request, problem: AttentionProblem, config: KernelConfig) -> jit.CallPlan:
+    """The product's own plan of a call, of a device that has `problem.arch` and a kernel that needs no loading."""
+    loaded = mock.Mock(problem=problem, config=config)
+    with mock.patch.object(jit, "kernel_for", return_value=loaded), mock.patch.object(
+        jit, "device_arch", return_value=ARCHES[problem.arch]
+    ):
+        return jit.make_plan(request)
 
 
 def forward(
@@ -151,17 +149,12 @@ def forward(
     )
     problem = request.problem(arch)
     config = config or kernels.select_config(problem)
-    result = Result(tensors["out"].view, tensors["lse"].view if "lse" in tensors else None, Report(), problem, config)
-    if request.rows == 0:
-        return result
-    emulator = emulator_for(problem, config)
-    group = request.heads // request.heads_k
-    grid = kernels.forward_grid(problem, config, request.batch * request.heads, group, request.seqlen_q, request.seqlen_k)
-    pointers = {"lse": 0} | {name: t.address for name, t in tensors.items()}
-    for first_tile, extent in grid.launches:
-        block = params.FORWARD.pack(
-            forward_values(request) | pointers | {"m_tiles": grid.m_tiles, "first_tile": first_tile}
-        )
+    plan = _plan(request, problem, config)
+    report = Report()
+    pointers = [tensors[name].address if name in tensors else 0 for name in ("q", "k", "v", "out", "lse")]
+    for extent, tail in plan.launches:
+        emulator = emulator_for(problem, config)
+        block = struct.pack("<5Q", *pointers) + tail
         assert len(block) == emulator.parameter_bytes
         chosen = [(x, y, z) for z, y, x in np.ndindex(*extent[::-1])] if blocks is None else blocks
         launch = Launch(
@@ -171,9 +164,10 @@ def forward(
             Coordinates(*extent),
             config.threads,
             config.smem_bytes(problem),
+            INSTRUCTION_LIMIT,
             timing.seed,
             timing.late,
             **{timing.ignore: 1} if timing.ignore else {},
         )
-        emulator.run(launch, tensors, result.report)
-    return result
+        emulator.run(launch, tensors, report)
+    return Result(report, plan, problem, config)

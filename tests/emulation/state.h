@@ -50,7 +50,7 @@ struct Machine {
     bool copies_land_late = false;
     bool no_wait = false, no_block_barrier = false, no_warp_barrier = false;   // sabotage, to prove that faults are seen
     std::mt19937 random;
-    long instructions = 0;        // of this block
+    long instructions = 0, instruction_limit = 0;   // of this block: the watchdog
     long fault_total = 0;
     std::map<std::string, std::pair<long, std::string>> faults;   // kind -> (how often, the first one in words)
     std::map<std::string, long> counts;

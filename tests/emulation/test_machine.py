@@ -1,0 +1,211 @@
+"""The emulator itself: its instructions against their definition, and one small kernel for every fault that it must see."""
+
+from __future__ import annotations
+
+import re
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from cuflash.kernels import select_config
+from cuflash.problem import AttentionProblem
+from cuflash.render import Source, render, template_root
+from tests.emulation.build import HERE, REPLACED, compiler
+from tests.emulation.launch import Coordinates, Emulator, Launch, Report, Timing
+from tests.emulation.tensors import Tensor, allocate, place
+
+pytestmark = pytest.mark.skipif(compiler() is None, reason="the CPU emulation needs g++")
+
+SHARED_BYTES = 4096
+KERNEL = """
+#include "device/ptx.cuh"
+struct Params {{ const unsigned char* in; unsigned char* out; }};
+extern "C" __global__ void probe(const __grid_constant__ Params p) {{
+    const int t = thread_index(), lane = t % 32, warp = t / 32;
+    const u32 smem = smem_address(dynamic_smem());
+    (void)lane; (void)warp; (void)smem; (void)p;
+    {body}
+}}
+"""
+
+
+def probe(body: str, given: Tensor, out: Tensor, threads: int = 64, timing: Timing = Timing()) -> Report:
+    problem = AttentionProblem(64, 64, "float16", "full", 16, False, "sm_90")
+    headers = render(problem, select_config(problem)).headers
+    emulator = Emulator(Source(KERNEL.format(body=body), headers, "probe", (), "sm_90"))
+    block = np.array([given.address, out.address], np.uint64).tobytes()
+    one = (Coordinates * 1)(Coordinates(0, 0, 0))
+    launch = Launch(block, one, 1, Coordinates(1, 1, 1), threads, SHARED_BYTES, 1_000_000, timing.seed, timing.late)
+    report = Report()
+    emulator.run(launch, {"in": given, "out": out}, report)
+    return report
+
+
+def words(values: np.ndarray) -> Tensor:
+    """A tensor of these bytes, seen as float32."""
+    flat = np.ascontiguousarray(values).view(np.float32).reshape(1, 1, 1, -1)
+    return place(flat, "float32", order=(0, 1, 2, 3), align=16)
+
+
+def blank(count: int) -> Tensor:
+    return allocate((1, 1, 1, count), (count, count, count, 1), "float32", align=16, output=True)
+
+
+def declared(header: str) -> set[str]:
+    return set(re.findall(r"^DEVICE [\w ]+?[\s*&]+(\w+)\(", header, re.MULTILINE))
+
+
+def test_every_instruction_is_emulated() -> None:
+    real, emulated = ((root / REPLACED).read_text() for root in (template_root(), HERE))
+    assert declared(real) - declared(emulated) == set()
+
+
+@pytest.mark.parametrize("bf16", [True, False])
+def test_rounding_to_elements(bf16: bool) -> None:
+    kind = np.dtype(ml_dtypes.bfloat16 if bf16 else np.float16)
+    rng = np.random.default_rng(0)
+    every = np.arange(1 << 16, dtype=np.uint16).view(kind).astype(np.float32)
+    every = every[np.isfinite(every)]
+    with np.errstate(over="ignore"):
+        ties = (every[:-1].astype(np.float64) + every[1:]).astype(np.float32) / 2
+        cases = np.concatenate([every, ties, rng.standard_normal(5000, np.float32) * 1e-6, [np.inf, -np.inf, 65519.9, 65520.0]])
+    cases = np.resize(cases.astype(np.float32), -(-len(cases) // 64) * 64)
+    given, out = words(cases), blank(len(cases))
+    body = f"""
+    const float* in = (const float*)p.in;
+    for (int i = t; i < {len(cases)}; i += 64) st_global(p.out + 4 * i, pack_pair<{str(bf16).lower()}>(in[i], 0.f));"""
+    assert not probe(body, given, out).faults
+    with np.errstate(over="ignore"):
+        expected = cases.astype(kind)
+    assert np.array_equal(out.view.view(np.uint32).ravel().astype(np.uint16), expected.view(np.uint16))
+
+
+COPY_IN = """
+    for (int i = t; i < 96; i += 64) cp_async<16, false>(smem + 16 * i, p.in + 16 * i, 16, true);
+    cp_async_commit(); cp_async_wait<0>(); cta_sync();"""
+
+
+@pytest.mark.parametrize("timing", [Timing(False, 1), Timing(True, 2)], ids=["early", "late"])
+@pytest.mark.parametrize("bf16", [True, False], ids=["bf16", "f16"])
+@pytest.mark.parametrize("transposed", [True, False], ids=["trans", "plain"])
+def test_matrix_product(transposed: bool, bf16: bool, timing: Timing) -> None:
+    """A B + A B, with A (16 x 16) and B (16 x 8) from shared memory by ldmatrix; B stands there by rows or by columns."""
+    kind = np.dtype(ml_dtypes.bfloat16 if bf16 else np.float16)
+    rng = np.random.default_rng(3)
+    a, b = rng.standard_normal((16, 16)).astype(kind), rng.standard_normal((16, 8)).astype(kind)
+    stored_a = a.reshape(16, 2, 8).transpose(1, 0, 2)  # panels of 16 bytes x 16 rows: no bank conflicts
+    stored_b = np.zeros((4, 8, 8), kind)  # four 8x8 matrices of which two count
+    stored_b[:2] = b.reshape(2, 8, 8) if transposed else b.reshape(2, 8, 8).transpose(0, 2, 1)
+    memory = np.zeros(96 * 8, kind)
+    memory[:256], memory[256:512] = stored_a.ravel(), stored_b.ravel()
+    given, out = words(memory), blank(128)
+    flag = str(bf16).lower()
+    body = f"""{COPY_IN}
+    if (warp == 0) {{
+        u32 a[4], b[4]; float d[4];
+        ldmatrix_x4(a, smem + lane * 16);
+        {"ldmatrix_x4_trans" if transposed else "ldmatrix_x4"}(b, smem + 512 + lane * 16);
+        mma_m16n8k16_first<{flag}>(d, a, b[0], b[1]);
+        mma_m16n8k16<{flag}>(d, a, b[0], b[1]);
+        for (int i = 0; i < 4; i++) st_global(p.out + 4 * (8 * (lane / 4 + 8 * (i / 2)) + 2 * (lane % 4) + i % 2), d[i]);
+    }}"""
+    assert not probe(body, given, out, timing=timing).faults
+    assert out.unwritten() == 0
+    expected = 2 * a.astype(np.float64) @ b.astype(np.float64)
+    np.testing.assert_allclose(out.view.reshape(16, 8), expected, atol=1e-5)
+
+
+def test_votes_and_quads() -> None:
+    out = blank(64)
+    body = """
+    const bool any = warp_any(t == 40);
+    st_global(p.out + 4 * t, quad_sum((float)lane) + quad_max((float)lane) * 1000.f + (any ? 0.5f : 0.f));"""
+    assert not probe(body, words(np.zeros(4, np.float32)), out).faults
+    lane = np.arange(64) % 32
+    quad = lane // 4
+    expected = (16 * quad + 6) + (4 * quad + 3) * 1000 + np.where(np.arange(64) >= 32, 0.5, 0)
+    assert np.array_equal(out.view.ravel(), expected)
+
+
+PUT = "st_shared(smem + 4 * t, (u32)t);"
+GET = "ld_shared_f32(smem + 4 * (63 - t));"
+COPY = "cp_async<16, true>(smem + 16 * t, p.in + 16 * t, 16, true); cp_async_commit();"
+FAULTS = {
+    "shared access out of range": ["st_shared(smem + 4096 - 4 * 63 + 4 * t, 0u);", "cp_async<16, true>(smem + 4088 + 8, p.in, 16, t == 0);"],
+    "misaligned shared access": ["ld_shared_chunk(smem + 8);", "if (t < 32) { u32 r[4]; ldmatrix_x4(r, smem + 16 * lane + 8); }"],
+    "uninitialised shared read": ["ld_shared_f32(smem);", "st_shared(smem + 4 * t, 0u); cta_sync(); ld_shared_chunk(smem + 256);"],
+    "shared race": [
+        f"{PUT} {GET}",  # no block barrier
+        f"{PUT} warp_sync(); {GET}",
+        f"{PUT} cta_sync(); {GET} {PUT.replace('(u32)t', '(u32)t + 100')}",  # overwritten too soon
+        "st_shared(smem + 4 * t, (u32)t); ld_shared_f32(smem + 4 * (t ^ 1));",  # no warp barrier
+        f"{COPY} cta_sync(); cp_async_wait<0>(); {GET}",  # wait and barrier the wrong way round
+        f"{COPY} cp_async_wait<1>(); cta_sync(); ld_shared_chunk(smem + 16 * t);",  # waits for too little
+        f"{COPY} {COPY} cp_async_wait<0>();",  # two copies to one place
+        "st_shared(smem, (u32)t);",
+    ],
+    "global access out of range": [
+        "ld_global_u16(p.in + 4096);",
+        "ld_global_u16(p.in - 2);",
+        "st_global(p.out + 252 + 4 * t, 1.f);",
+        "cp_async<16, true>(smem + 16 * t, p.in + 16 * t + 3088, 16, true); cp_async_wait<0>();",  # the last one ends 16 bytes beyond
+    ],
+    "misaligned global access": ["cp_async<16, true>(smem, p.in + 8, 16, t == 0); cp_async_wait<0>();", "ld_global_u16(p.in + 1);"],
+    "store to an input": ["st_global((void*)p.in, (u32)t);"],
+    "written twice": ["st_global(p.out, (u32)t);"],
+    "ldmatrix bank conflict": [
+        f"for (int i = 0; i < 4; i++) {COPY.replace('smem', 'smem + 1024 * i')} cp_async_wait<0>(); cta_sync(); u32 r[4]; ldmatrix_x4(r, smem + 128 * (lane % 8));"
+    ],
+    "divergence": ["if (lane < 16) warp_any(true); else warp_sync();", "if (lane) cta_sync();", "if (lane == 5) quad_sum(1.f);"],
+    "deadlock": ["if (warp == 0) cta_sync();"],
+    "copy in flight at the end": [COPY],
+    "runaway": ["while (true) warp_sync();"],
+    "cp.async size": ["cp_async<4, true>(smem + 4 * t, p.in, 5, true); cp_async_wait<0>();"],
+}
+
+
+@pytest.mark.parametrize(("kind", "body"), [(k, b) for k, bodies in FAULTS.items() for b in bodies])
+def test_faults_are_seen(kind: str, body: str) -> None:
+    given, out = words(np.zeros(1024, np.float32)), blank(64)
+    report = probe(body, given, out)
+    assert kind in report.faults, report
+
+
+def test_gaps_between_elements_are_out_of_bounds() -> None:
+    """B-059: a vector load that runs over a row's end is a fault even inside the allocation; so is a store that would hit a gap."""
+    given = place(np.zeros((1, 1, 8, 24)), "float16", strides=(0, 0, 32, 1))
+    out = allocate((1, 1, 8, 24), (512, 256, 32, 1), "float16", align=16, output=True)
+    assert "global access between elements" in probe("cp_async<16, true>(smem, p.in + 48, 16, t == 0); cp_async_wait<0>();", given, out).faults
+    assert "global access between elements" in probe("if (t == 0) st_global(p.out + 48, 0u);", given, out).faults
+    assert "global access out of range" in probe("if (t == 0) st_global(p.out + 512 - 16, 0u);", given, out).faults
+
+
+ORDERED = [
+    f"{PUT} cta_sync(); {GET}",
+    f"{PUT} cta_sync(); {GET} cta_sync(); {PUT.replace('(u32)t', '(u32)t + 100')}",
+    "st_shared(smem + 4 * t, (u32)t); warp_sync(); ld_shared_f32(smem + 4 * (t ^ 1));",
+    f"{COPY} cp_async_wait<0>(); cta_sync(); {GET}",
+    f"{COPY} {COPY.replace('smem', 'smem + 1024')} cp_async_wait<1>(); cta_sync(); {GET} cp_async_wait<0>();",
+    "cp_async<16, true>(smem + 16 * t, p.in + 4080 + 16, 0, true); cp_async_commit(); cp_async_wait<0>();",  # reads nothing: zeros only
+    "st_shared(smem, 7u);",  # all write the same
+]
+
+
+@pytest.mark.parametrize("body", ORDERED)
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_ordered_accesses_are_no_faults(body: str, seed: int) -> None:
+    given, out = words(np.zeros(1024, np.float32)), blank(64)
+    for late in (False, True):
+        assert not probe(body, given, out, timing=Timing(late, seed)).faults
+
+
+def test_late_copies_are_late() -> None:
+    """What a missing wait does to the numbers: the copy has landed, or the memory still holds its poison."""
+    given = words(np.full(1024, 5.0, np.float32))
+    body = f"{COPY} st_global(p.out + 4 * t, ld_shared_f32(smem + 16 * t)); cp_async_wait<0>();"
+    early, late = blank(64), blank(64)
+    probe(body, given, early, timing=Timing(False))
+    probe(body, given, late, timing=Timing(True))
+    assert (early.view == 5.0).all() and np.isnan(late.view).all()
+
