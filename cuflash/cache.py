@@ -94,7 +94,7 @@ def _digest(content: Mapping[str, Any], cubin: bytes) -> str:
 
 
 def _read_entry(folder: Path, key: CacheKey) -> Compiled:
-    """Raises OSError, ValueError, KeyError, TypeError or AttributeError on anything but a sound entry of this key."""
+    """Raises one of `_UNSOUND` on anything but a sound entry of this key."""
     content = json.loads((folder / "meta.json").read_bytes())
     cubin = (folder / "kernel.cubin").read_bytes()
     seal = content.pop("sha256")
@@ -103,7 +103,7 @@ def _read_entry(folder: Path, key: CacheKey) -> Compiled:
     return Compiled(cubin=cubin, **content["compiled"])
 
 
-_UNSOUND = (OSError, ValueError, KeyError, TypeError, AttributeError)
+_UNSOUND = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError)
 
 
 def load_prebuilt(directory: Path, key: CacheKey) -> Compiled | None:
