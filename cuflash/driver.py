@@ -106,7 +106,8 @@ def _device(ordinal: int) -> Any:
 
 def _attribute(ordinal: int, name: str) -> int:
     cu = _driver()
-    return int(check(cu.cuDeviceGetAttribute(cu.CUdevice_attribute[f"CU_DEVICE_ATTRIBUTE_{name}"], _device(ordinal))))
+    attribute = getattr(cu.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}")
+    return int(check(cu.cuDeviceGetAttribute(attribute, _device(ordinal))))
 
 
 @functools.cache
