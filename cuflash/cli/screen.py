@@ -49,6 +49,10 @@ class Screen:
         """Code, unchanged."""
         self.line(text.rstrip("\n"))
 
+    def markdown(self, text: str) -> None:
+        """A whole document."""
+        self.line(text.rstrip("\n"))
+
     @contextmanager
     def progress(self, title: str, total: int) -> Iterator[Advance]:
         """Counts steps; one line each."""
@@ -110,6 +114,11 @@ class RichScreen(Screen):
         from rich.syntax import Syntax
 
         self.console.print(Syntax(text, language, background_color="default", word_wrap=False))
+
+    def markdown(self, text: str) -> None:
+        from rich.markdown import Markdown
+
+        self.console.print(Markdown(text))
 
     @contextmanager
     def progress(self, title: str, total: int) -> Iterator[Advance]:

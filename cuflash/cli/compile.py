@@ -1,0 +1,96 @@
+"""Compile kernels ahead: into the disk cache, or into a directory for machines without NVRTC.
+
+    cuflash compile --all                            every kernel that is shipped, for this machine's GPU
+    cuflash compile --all --arch sm_80 sm_90 --prebuilt kernels/
+    cuflash compile --head-dim 128 --causal          one kernel
+
+A directory filled with --prebuilt is named by CUFLASH_PREBUILT_DIR where it is used.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from ..arch import ARCHES
+from ..build import UNBOUNDED, Built, Job, build
+from .problems import add_problem_options, default_arch, problem_from
+from .screen import Screen
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--all", action="store_true", help="every shipped kernel")
+    parser.add_argument(
+        "--arch", nargs="+", choices=tuple(ARCHES), metavar="ARCH",
+        help=f"out of {', '.join(ARCHES)}; default: the GPU's, sm_90 without one",
+    )  # fmt: skip
+    parser.add_argument("--prebuilt", type=Path, metavar="DIR", help="fill this directory instead of the cache")
+    parser.add_argument("-j", "--jobs", type=int, metavar="N", help="processes; default: one for each core")
+    add_problem_options(parser.add_argument_group("one kernel (without --all)"))
+
+
+def run(args: argparse.Namespace, screen: Screen) -> int:
+    if args.jobs is not None and args.jobs < 1:
+        raise ValueError(f"--jobs is {args.jobs}; accepted is 1 or more")
+    root, limit = destination(args.prebuilt)
+    jobs = kernel_jobs(args)
+    finished: list[Built] = []
+    with screen.progress(f"compiling into {root}", len(jobs)) as advance:
+        for built in build(jobs, root, args.jobs, limit):
+            finished.append(built)
+            advance(describe(built))
+    return report(finished, screen)
+
+
+def destination(prebuilt: Path | None) -> tuple[Path, int]:
+    """The directory to fill and its size limit."""
+    from ..settings import read_settings
+
+    if prebuilt is not None:
+        return prebuilt.expanduser().absolute(), UNBOUNDED
+    settings = read_settings()
+    if settings.cache_dir is None or not settings.cache_bytes:
+        raise ValueError(
+            "there is no disk cache to fill (no home directory, or CUFLASH_CACHE_SIZE=0): name a directory with "
+            "--prebuilt DIR, or the cache with CUFLASH_CACHE_DIR"
+        )
+    return settings.cache_dir, settings.cache_bytes
+
+
+def kernel_jobs(args: argparse.Namespace) -> list[Job]:
+    """The kernels that the options name, the longest compilations first."""
+    from .. import kernels
+
+    arches = args.arch or [default_arch()]
+    if args.all:
+        problems = [problem for arch in arches for problem in kernels.shipped_problems(arch)]
+    else:
+        problems = [problem_from(args, arch) for arch in arches]
+    problems.sort(key=lambda problem: -(problem.head_dim + problem.head_dim_v))
+    return [(problem, kernels.select_config(problem)) for problem in problems]
+
+
+def describe(built: Built) -> str:
+    """One kernel in the progress display."""
+    if built.error:
+        return f"{built.arch} {built.symbol}: FAILED"
+    state = "cached" if built.cached else f"{built.seconds:.1f} s"
+    spills = f", {built.spill_bytes} bytes spilt" if built.spill_bytes else ""
+    return f"{built.arch} {built.symbol}: {state}, {built.registers} registers{spills}"
+
+
+def report(finished: list[Built], screen: Screen) -> int:
+    """Totals, and what went wrong; the exit status."""
+    failed = [built for built in finished if built.error]
+    fresh = [built for built in finished if not built.error and not built.cached]
+    screen.line(
+        f"{len(fresh)} compiled in {sum(built.seconds for built in fresh):.1f} s of CPU, "
+        f"{len(finished) - len(fresh) - len(failed)} there before, {len(failed)} failed"
+    )
+    if spilling := [built for built in finished if built.spill_bytes]:
+        screen.line(f"{len(spilling)} spill registers:")
+        screen.table(["kernel", "target", "bytes"], [[b.symbol, b.arch, b.spill_bytes] for b in spilling])
+    for built in failed:
+        print(f"cuflash: error: {built.symbol} for {built.arch}: {built.error}", file=sys.stderr)
+    return 1 if failed else 0

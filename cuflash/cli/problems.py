@@ -1,0 +1,68 @@
+"""Command-line options that name kernels."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+
+from ..config import KernelConfig
+from ..problem import AttentionProblem
+
+
+def add_problem_options(parser: argparse._ActionsContainer) -> None:
+    """One kernel, as the first lines of its source name it; its target is an option of each command."""
+    parser.add_argument("--head-dim", type=int, default=128, metavar="D")
+    parser.add_argument("--head-dim-v", type=int, metavar="DV", help="default: as --head-dim")
+    parser.add_argument("--dtype", choices=("float16", "bfloat16"), default="bfloat16")
+    parser.add_argument("--causal", action="store_true")
+    parser.add_argument(
+        "--access-bytes", type=int, choices=(16, 8, 4, 2), help="default: the widest that the head dims allow"
+    )
+    parser.add_argument(
+        "--scale-first", action="store_true", help="the variant for scales that are 0, negative or extreme"
+    )
+
+
+def problem_from(args: argparse.Namespace, arch: str) -> AttentionProblem:
+    """The kernel that the options name, for a target."""
+    head_dim_v = args.head_dim_v or args.head_dim
+    return AttentionProblem(
+        head_dim=args.head_dim,
+        head_dim_v=head_dim_v,
+        dtype=args.dtype,
+        mask="causal" if args.causal else "full",
+        access_bytes=args.access_bytes or widest_access(args.head_dim, head_dim_v),
+        scale_first=args.scale_first,
+        arch=arch,
+    )
+
+
+def widest_access(head_dim: int, head_dim_v: int) -> int:
+    """The widest global access, in bytes, of contiguous rows of 2-byte elements."""
+    bits = 16 | 2 * head_dim | 2 * head_dim_v
+    return bits & -bits
+
+
+def default_arch() -> str:
+    """The first GPU's target; sm_90 without a GPU."""
+    from .. import driver, jit
+    from ..errors import DriverError
+
+    try:
+        if driver.device_count():
+            return jit.device_arch(0).name
+    except DriverError:
+        pass
+    return "sm_90"
+
+
+def parse_override(text: str) -> dict[str, int]:
+    """``block_n=48,ctas=2``: fields of the tuning table's config to change."""
+    accepted = sorted({field.name for field in dataclasses.fields(KernelConfig)} - {"family", "reason"})
+    override = {}
+    for part in text.split(","):
+        name, _, value = part.partition("=")
+        if name not in accepted or not value.isdigit():
+            raise argparse.ArgumentTypeError(f"{part!r} is not FIELD=NUMBER with FIELD one of {', '.join(accepted)}")
+        override[name] = int(value)
+    return override
