@@ -120,9 +120,7 @@ def attention(
     lse, lse_at = kind.empty(q, plan.lse_shape, "float32") if return_lse else (None, 0)
     plan.launch(q_at, k_at, v_at, out_at, lse_at, kind.stream(plan.device))
     if plan.dead:
-        kind.fill(out, 0.0)
-        if return_lse:
-            kind.fill(lse, float("-inf"))
+        kind.fill_dead(out, lse)
     return (out, lse) if return_lse else out
 
 

@@ -106,7 +106,10 @@ def _check_scale(scale: Any, q: Operand) -> float:
         raise TypeError(
             f"scale is a {type(scale).__qualname__}; accepted are real numbers and None (= 1/sqrt(head dim))"
         )
-    value = float(scale)
+    try:
+        value = float(scale)
+    except OverflowError:  # an integer beyond float64
+        value = math.inf
     if not math.isfinite(value):
         raise ValueError(f"scale is {value}; accepted is any finite number")
     if q.device != CPU and abs(value) * LOG2_E > FLOAT32_MAX:
@@ -176,6 +179,8 @@ def _check_out(request: Request, out: Operand) -> None:
         raise ValueError(f"out has shape {out.shape}; this call's output has {request.out_shape}")
     if not out.writable:
         raise ValueError("out is read-only; pass a writable array")
+    if 0 in out.shape:
+        return
     reach = ITEM_BYTES[out.dtype]
     for stride, extent in sorted((abs(stride), extent) for stride, extent in zip(out.strides, out.shape, strict=True)):
         if extent > 1:

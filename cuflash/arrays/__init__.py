@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import importlib
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 CPU = -1
@@ -45,7 +45,7 @@ class Operand:
     """
 
     name: str
-    array: Any
+    array: Any = field(repr=False, compare=False)  # showing a GPU array would wait for it
     kind: Kind
     address: int
     shape: tuple[int, ...]
@@ -79,8 +79,8 @@ class Kind(Protocol):
     def empty(self, like: Any, shape: tuple[int, ...], dtype: str | None = None, /) -> tuple[Any, int]:
         """A new C-contiguous array on the device of ``like``, and its address; ``dtype`` None: that of ``like``."""
 
-    def fill(self, x: Any, value: float, /) -> None:
-        """Set every element, in stream order."""
+    def fill_dead(self, out: Any, lse: Any, /) -> None:
+        """Give every row what a row without keys gets, 0 and -inf, in stream order; ``lse`` may be None."""
 
     def written(self, x: Any, /) -> None:
         """Told after a kernel that writes an array of the caller was launched."""
@@ -99,22 +99,22 @@ class Kind(Protocol):
 
 
 KINDS: dict[type, Kind] = {}
-"""Array types that were seen before and whose arrays cuflash addresses itself; filled by `kind_of`."""
+"""The array types that cuflash addresses itself, of the frameworks seen so far. `kind_of` fills it."""
 
 _MODULES = {"cupy": "cupy_arrays", "numpy": "numpy_arrays", "torch": "torch_arrays"}
 
 
 def kind_of(x: Any) -> Kind | None:
-    """The kind of an array that cuflash addresses itself; None for everything else."""
+    """The kind of an array (or of an instance of a subclass) that cuflash addresses itself; None for all else."""
     kind = KINDS.get(type(x))
-    if kind is None:
-        for base in type(x).__mro__:
-            if module := _MODULES.get(base.__module__.partition(".")[0]):
-                loaded = importlib.import_module("." + module, __name__)
-                if isinstance(x, loaded.ARRAY_TYPE):
-                    kind = KINDS[type(x)] = loaded
-                break
-    return kind
+    if kind is not None:
+        return kind
+    for base in type(x).__mro__:
+        if module := _MODULES.get(base.__module__.partition(".")[0]):
+            loaded: Any = importlib.import_module("." + module, __name__)
+            KINDS.update(dict.fromkeys(loaded.PLAIN_TYPES, loaded))
+            return loaded if isinstance(x, loaded.PLAIN_TYPES) else None
+    return None
 
 
 def dtype_name(name: str, dtype: Any) -> str:

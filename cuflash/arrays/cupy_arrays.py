@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -13,11 +14,11 @@ from cupy.cuda.runtime import getDevice as current_device
 from . import Operand, dtype_name
 
 __all__ = [
-    "ARRAY_TYPE",
     "LABEL",
+    "PLAIN_TYPES",
     "current_device",
     "empty",
-    "fill",
+    "fill_dead",
     "geometry",
     "numpy",
     "on_device",
@@ -27,7 +28,8 @@ __all__ = [
 ]
 
 LABEL = "CuPy array"
-ARRAY_TYPE = cupy.ndarray
+PLAIN_TYPES = (cupy.ndarray,)
+MINUS_INFINITY_BITS = 0xFF800000
 
 
 def geometry(x: Any, /) -> tuple[tuple[Any, ...], int]:
@@ -36,8 +38,6 @@ def geometry(x: Any, /) -> tuple[tuple[Any, ...], int]:
 
 
 def operand(name: str, x: Any, /) -> Operand:
-    import sys
-
     if type(x) is not cupy.ndarray:
         raise TypeError(
             f"{name} is a {type(x).__qualname__}, a subclass of cupy.ndarray whose rules cuflash does not know; "
@@ -62,8 +62,11 @@ def empty(like: Any, shape: tuple[int, ...], dtype: str | None = None, /) -> tup
     return x, x.data.ptr
 
 
-def fill(x: Any, value: float, /) -> None:
-    x.fill(value)
+def fill_dead(out: Any, lse: Any, /) -> None:
+    # As integers: CuPy compiles kernels of its own for this, and those for bfloat16 need CUDA's headers.
+    out.view(np.uint16).fill(0)
+    if lse is not None:
+        lse.view(np.uint32).fill(MINUS_INFINITY_BITS)
 
 
 def written(x: Any, /) -> None:

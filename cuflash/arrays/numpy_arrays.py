@@ -11,7 +11,7 @@ import numpy as np
 from . import CPU, Operand, dtype_name
 
 LABEL = "NumPy array"
-ARRAY_TYPE = np.ndarray
+PLAIN_TYPES = (np.ndarray, np.memmap)
 
 
 def geometry(x: Any, /) -> tuple[tuple[Any, ...], int]:
@@ -19,7 +19,7 @@ def geometry(x: Any, /) -> tuple[tuple[Any, ...], int]:
 
 
 def operand(name: str, x: Any, /) -> Operand:
-    if type(x) not in (np.ndarray, np.memmap):
+    if type(x) not in PLAIN_TYPES:
         advice = f"{name}.filled(...)" if isinstance(x, np.ma.MaskedArray) else f"numpy.asarray({name})"
         raise TypeError(
             f"{name} is a {type(x).__qualname__}, a subclass of numpy.ndarray whose rules cuflash does not know; "
@@ -47,8 +47,8 @@ def empty(like: Any, shape: tuple[int, ...], dtype: str | None = None, /) -> tup
     return np.empty(shape, like.dtype if dtype is None else dtype), 0
 
 
-def fill(x: Any, value: float, /) -> None:
-    x.fill(value)
+def fill_dead(out: Any, lse: Any, /) -> None:
+    raise AssertionError("the CPU backend fills such rows itself")
 
 
 def written(x: Any, /) -> None:

@@ -18,12 +18,12 @@ from ..errors import UnsupportedError
 from . import CPU, Operand, dtype_name
 
 __all__ = [
-    "ARRAY_TYPE", "LABEL", "current_device", "empty", "fill", "geometry", "numpy", "on_device", "operand", "stream",
-    "written",
+    "LABEL", "PLAIN_TYPES", "current_device", "empty", "fill_dead", "geometry", "numpy", "on_device", "operand",
+    "stream", "written",
 ]  # fmt: skip
 
 LABEL = "torch tensor"
-ARRAY_TYPE = torch.Tensor
+PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
 
 
 def _public_stream(ordinal: int, /) -> int:
@@ -41,7 +41,7 @@ def geometry(x: Any, /) -> tuple[tuple[Any, ...], int]:
 
 
 def operand(name: str, x: Any, /) -> Operand:
-    if type(x) not in (torch.Tensor, torch.nn.Parameter):
+    if type(x) not in PLAIN_TYPES:
         raise TypeError(
             f"{name} is a {type(x).__qualname__}, a subclass of torch.Tensor whose rules cuflash does not know; "
             f"pass a plain tensor"
@@ -76,8 +76,10 @@ def empty(like: Any, shape: tuple[int, ...], dtype: str | None = None, /) -> tup
     return x, x.data_ptr()
 
 
-def fill(x: Any, value: float, /) -> None:
-    x.fill_(value)
+def fill_dead(out: Any, lse: Any, /) -> None:
+    out.zero_()
+    if lse is not None:
+        lse.fill_(float("-inf"))
 
 
 def written(x: Any, /) -> None:

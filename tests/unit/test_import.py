@@ -1,0 +1,91 @@
+"""What `import cuflash` does not do."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import cuflash
+
+ROOT = Path(__file__).resolve().parents[2]
+HEAVY = ("cupy", "cupyx", "torch", "jax", "jaxlib", "jinja2", "cuda", "ml_dtypes", "matplotlib", "rich", "asyncio")
+
+
+def in_fresh_process(code: str) -> object:
+    """Run code that prints JSON, in the checkout."""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("use", ["", "cuflash.attention; cuflash.warmup", "cuflash.attention(x, x, x)"])
+def test_light(use: str) -> None:
+    """Neither the import nor work on NumPy arrays loads a GPU library, Jinja or another framework."""
+    code = f"""
+import json, sys
+import numpy as np
+x = np.ones((1, 4, 2, 8), "float32")
+before = set(sys.modules)
+import cuflash
+{use}
+print(json.dumps(sorted({{name.partition(".")[0] for name in set(sys.modules) - before}})))
+"""
+    loaded = in_fresh_process(code)
+    assert isinstance(loaded, list) and "cuflash" in loaded
+    assert not set(loaded) & set(HEAVY)
+
+
+def test_quiet() -> None:
+    """No file is opened but modules, no environment variable read, no process started, no library loaded."""
+    code = """
+import json, os, sys
+import numpy
+seen = []
+def hook(event, args):
+    if event == "open" and str(args[0]).endswith((".py", ".pyc", ".so")) and args[1] in ("r", "rb", None):
+        return
+    if event in ("open", "os.mkdir", "os.putenv", "subprocess.Popen", "socket.connect", "ctypes.dlopen"):
+        seen.append([event, str(args[0])])
+sys.addaudithook(hook)
+class Environment(dict):
+    def __getitem__(self, name):
+        seen.append(["environ", name])
+        return super().__getitem__(name)
+    def get(self, name, default=None):
+        seen.append(["environ", name])
+        return super().get(name, default)
+os.environ = Environment(os.environ)
+import cuflash
+cuflash.attention
+print(json.dumps(seen))
+"""
+    seen = in_fresh_process(code)
+    assert seen == []
+
+
+def test_fast() -> None:
+    """Under 60 ms beyond NumPy: here the fastest of a few processes, for the machine may be busy."""
+    code = """
+import json, time
+import numpy
+start = time.process_time()
+import cuflash
+cuflash.attention
+print(json.dumps(time.process_time() - start))
+"""
+    seconds = [in_fresh_process(code) for _ in range(5)]
+    assert all(isinstance(s, float) for s in seconds)
+    assert min(seconds) < 0.060  # type: ignore[type-var, operator]
+
+
+def test_public_names() -> None:
+    for name in cuflash.__all__:
+        assert getattr(cuflash, name) is not None and name in dir(cuflash)
+    assert issubclass(cuflash.UnsupportedError, NotImplementedError)
+    with pytest.raises(AttributeError, match="no attribute 'attention_backward'"):
+        cuflash.attention_backward  # noqa: B018
+    assert cuflash.__version__.count(".") == 2
