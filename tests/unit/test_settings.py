@@ -89,7 +89,7 @@ def test_flags(monkeypatch, name, field, off):
 
 
 def test_only_this_module_reads_the_environment():
-    """Others may hand the whole of it on to a process (``{**os.environ, ...}``), and no more."""
+    """Others may hand the whole of it on to a process (``{**os.environ, ...}``); `cuflash info` shows it as it is."""
     package = Path(cuflash.settings.__file__).parent
     readers = set()
     for path in package.rglob("*.py"):
@@ -99,4 +99,4 @@ def test_only_this_module_reads_the_environment():
             named = isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv", "environb")
             if named and id(node) not in handed_on:
                 readers.add(path.relative_to(package).as_posix())
-    assert readers == {"settings.py"}
+    assert readers - {"cli/info.py"} == {"settings.py"}

@@ -1,0 +1,77 @@
+"""Every shipped kernel compiles for every target without spills or warnings and within its budgets.
+
+CI compiles a subset in which every target meets every head dim, dtype, mask and variant, and these each other.
+``pytest tests/compile --all-kernels`` compiles all.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from concurrent.futures import Future, ProcessPoolExecutor
+from itertools import chain
+
+import pytest
+
+from cuflash import kernels
+from cuflash.arch import ARCHES
+from cuflash.compiler import Compiled
+from cuflash.problem import AttentionProblem
+from tests.compile.shipped import compile_shipped, every_problem, label, pairs, pairwise
+from tests.tiny import require_nvrtc
+
+WARP_REGISTERS = 256
+"""Registers are handed out to warps in steps of this many."""
+BLOCK_RESERVE = 1024
+"""Bytes of shared memory that the driver takes for each thread block."""
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "problem" in metafunc.fixturenames:
+        problems = every_problem()
+        if not metafunc.config.getoption("--all-kernels", default=False):
+            problems = pairwise(problems)
+        metafunc.parametrize("problem", problems, ids=label)
+
+
+@pytest.fixture(scope="session")
+def compilations(request):
+    """Compiles the problems of all selected tests, two at a time; results come as they are asked for."""
+    require_nvrtc()
+    calls = [getattr(item, "callspec", None) for item in request.session.items]
+    problems = dict.fromkeys(call.params["problem"] for call in calls if call and "problem" in call.params)
+    workers = min(os.cpu_count() or 1, 8)
+    pool = ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn"))
+    futures: dict[AttentionProblem, Future[Compiled]] = {p: pool.submit(compile_shipped, p) for p in problems}
+    yield futures
+    pool.shutdown(cancel_futures=True)
+
+
+@pytest.mark.compile
+def test_a_kernel_keeps_its_budgets(problem, compilations):
+    compiled = compilations[problem].result()
+    config, arch = kernels.select_config(problem), ARCHES[problem.arch]
+    assert (compiled.arch, compiled.is_ptx) == (problem.arch, False)
+    assert compiled.warnings == ()
+    assert (compiled.spill_bytes, compiled.stack_bytes) == (0, 0)
+    assert 0 < compiled.registers <= arch.registers_per_thread
+    per_warp = -(-compiled.registers * 32 // WARP_REGISTERS) * WARP_REGISTERS
+    assert per_warp * config.warps * config.ctas <= arch.registers_per_sm
+    smem_bytes = config.smem_bytes(problem) + compiled.static_smem
+    assert smem_bytes <= arch.smem_per_block
+    assert (smem_bytes + BLOCK_RESERVE) * config.ctas <= arch.smem_per_sm
+
+
+def test_the_subset_meets_every_pair():
+    problems = every_problem()
+    chosen = pairwise(problems)
+    assert set(chain(*map(pairs, chosen))) == set(chain(*map(pairs, problems)))
+    assert len(chosen) < len(problems) / 4
+    assert set(chosen) <= set(problems)
+
+
+def test_shipped_problems_are_distinct():
+    problems = every_problem()
+    assert len(set(problems)) == len(problems)
+    assert len({label(problem) for problem in problems}) == len(problems)
+    assert {problem.arch for problem in problems} == set(ARCHES)
