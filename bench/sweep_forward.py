@@ -27,23 +27,12 @@ from cuflash.bench.peers import Refusal, torch_available, torch_peer
 from cuflash.build import Built, build
 from cuflash.cache import cache_key, load_prebuilt
 from cuflash.checks import make_request
+from cuflash.cli.problems import parse_override, widest_access
 from cuflash.config import KernelConfig
 from cuflash.problem import AttentionProblem
 
 ODD_LENGTHS = ((1000, 777), (130, 77), (77, 130))
 """Nq, Nk of the small checks: partial tiles on both axes, and dead rows under a causal mask."""
-
-
-def parse_override(text: str) -> dict[str, int]:
-    """``block_n=48,ctas=2`` as a mapping."""
-    accepted = {f.name for f in dataclasses.fields(KernelConfig)} - {"family", "reason"}
-    override = {}
-    for part in text.split(","):
-        name, _, value = part.partition("=")
-        if name not in accepted or not value.isdigit():
-            raise argparse.ArgumentTypeError(f"{part!r}: expected FIELD=NUMBER with FIELD one of {sorted(accepted)}")
-        override[name] = int(value)
-    return override
 
 
 def arguments() -> argparse.Namespace:
@@ -71,7 +60,7 @@ def problem_of(args: argparse.Namespace, arch: str) -> AttentionProblem:
         head_dim_v=head_dim_v,
         dtype=args.dtype,
         mask="causal" if args.causal else "full",
-        access_bytes=next(size for size in (16, 8, 4, 2) if 2 * args.head_dim % size == 2 * head_dim_v % size == 0),
+        access_bytes=widest_access(args.head_dim, head_dim_v),
         scale_first=False,
         arch=arch,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -93,11 +94,14 @@ def torch_peer(name: str, case: Case, arrays: list[Any]) -> Contestant | Refusal
 
         return cupy.from_dlpack(call().transpose(1, 2))
 
-    try:
-        call()
-        torch.cuda.synchronize()
-    except RuntimeError as error:
-        return Refusal(name, str(error).strip().splitlines()[0])
+    with warnings.catch_warnings(record=True) as caught:  # torch warns of the reasons, then raises without them
+        warnings.simplefilter("always")
+        try:
+            call()
+            torch.cuda.synchronize()
+        except RuntimeError as error:
+            reasons = [str(warning.message) for warning in caught] or [str(error)]
+            return Refusal(name, " ".join(reason.strip().splitlines()[0] for reason in reasons))
     return Contestant(name, call, output)
 
 

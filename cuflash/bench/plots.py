@@ -95,11 +95,11 @@ def speed_figure(rows: Sequence[Row], dtype: str, environment: Record) -> Any:
     for axes in panels[-1]:
         axes.set_xlabel("sequence length N   (B · N = 16384)", color=MUTED, fontsize=9)
     for axes in panels[:, 0]:
-        axes.set_ylabel("TFLOP/s", color=MUTED, fontsize=9)
+        axes.set_ylabel("TFLOP/s", color=MUTED, fontsize=9, labelpad=6)
         axes.set_ylim(bottom=0)
     handles, labels = panels[0][0].get_legend_handles_labels()
     figure.suptitle(f"Attention forward, {dtype}", fontsize=14, x=0.01, ha="left", weight="bold")
-    figure.legend(handles, labels, loc="outside upper right", ncols=len(labels), frameon=False, fontsize=10)
+    figure.legend(handles[::-1], labels[::-1], loc="outside upper right", ncols=len(labels), frameon=False, fontsize=10)
     figure.supxlabel(caption(environment), fontsize=8, color=MUTED, x=0.01, ha="left")
     return figure
 
@@ -146,10 +146,14 @@ def roofline_figure(rows: Sequence[Row], dtype: str, environment: Record) -> Any
             roofline_series(axes, sorted(chosen, key=lambda r: r["case"]["seqlen"]), head_dim, bandwidth)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
+    low, high = axes.get_ylim()
     axes.set_xlabel("arithmetic intensity (FLOP per byte of device memory, predicted)", color=MUTED, fontsize=9)
     axes.set_ylabel("TFLOP/s", color=MUTED, fontsize=9)
     axes.xaxis.set_major_formatter(lambda x, _: f"{x:g}")
-    axes.yaxis.set_major_formatter(lambda y, _: f"{y:g}")
+    axes.set_yticks(ticks := [y for y in (10, 20, 50, 100, 200, 500, 1000, 2000) if low < y < high], map(str, ticks))
+    axes.minorticks_off()
+    hollow = axes.plot([], [], color=MUTED, marker="o", linestyle="none", markerfacecolor="white")[0]
+    hollow.set_label("with the N x N matrix in memory, at most")
     axes.legend(loc="lower right", frameon=False, fontsize=9)
     figure.suptitle(f"Roofline, attention forward, {dtype}", fontsize=14, x=0.01, ha="left", weight="bold")
     figure.supxlabel(caption(environment), fontsize=8, color=MUTED, x=0.01, ha="left")
@@ -192,5 +196,4 @@ def roofline_series(axes: Any, rows: Sequence[Row], head_dim: int, bandwidth: fl
     axes.plot(
         standard, [x * bandwidth / 1e12 for x in standard], color=colour, marker="^" if causal else "o", markersize=6,
         linestyle="none", markerfacecolor="white", zorder=3,
-        label="with the N x N matrix in memory, at most" if (head_dim, causal) == (128, False) else None,
     )  # fmt: skip

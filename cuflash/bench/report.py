@@ -54,7 +54,8 @@ def environment_text(environment: Record) -> str:
         *(f"{name} {version}" for name, version in packages.items() if name.startswith(("cupy", "torch"))),
     ]
     if environment.get("cudnn"):
-        facts.append(f"cuDNN {environment['cudnn']}")
+        number = environment["cudnn"]
+        facts.append(f"cuDNN {number // 10000}.{number // 100 % 100}.{number % 100}")
     return "; ".join(facts) + "."
 
 
@@ -206,7 +207,11 @@ def startup_text(startup: Row) -> str:
     for phase, title in phases.items():
         cells = [startup[kind].get(phase) for kind in ("cold", "warm")]
         body.append([title, *(f"{cell['median']:.1f}" if cell else "-" for cell in cells)])
-    body.append(["`import cuflash` after NumPy alone", "", f"{startup['import']['import']['median']:.1f}"])
+    for phase, title in (
+        ("import", "`import cuflash` after NumPy alone"),
+        ("with_functions", "and `cuflash.attention`"),
+    ):
+        body.append([title, "", f"{startup['import'][phase]['median']:.1f}"])
     intro = "## Start of a process\n\nMilliseconds, with an empty kernel cache and with the kernel in it."
     return f"{intro}\n\n{table(['phase', 'empty cache', 'kernel cached'], body)}"
 

@@ -41,6 +41,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, screen: Screen) -> int:
     import cuflash
 
+    for path in filter(None, (args.output, args.lse)):
+        if not path.parent.is_dir():
+            raise ValueError(f"{path} cannot be written: there is no directory {path.parent}")
     arrays = [load(path, args.dtype) for path in (args.q, args.k, args.v)]
     options = {"causal": args.causal, "scale": args.scale, "layout": args.layout}
     ordinal = parse_device(args.device)
