@@ -1,0 +1,223 @@
+"""`explain` and the cost model behind it."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import cuflash
+from cuflash import cost, kernels
+from cuflash.arch import ARCHES
+from cuflash.cost import DeviceModel, Schedule, Shape, fused_bytes, roofline_seconds
+
+GIB = 1 << 30
+
+
+def arrays(batch=2, seq=256, heads=4, dim=64, *, kv_heads=None, seq_k=None, dtype=np.float16):
+    """Zeros in the (batch, seq, heads, dim) layout."""
+    k = np.zeros((batch, seq_k or seq, kv_heads or heads, dim), dtype)
+    return np.zeros((batch, seq, heads, dim), dtype), k, k.copy()
+
+
+# --- the cost model --------------------------------------------------------------------------------------------
+
+shapes = st.builds(
+    Shape,
+    batch=st.integers(1, 3),
+    heads=st.just(4),
+    kv_heads=st.sampled_from([1, 2, 4]),
+    seqlen_q=st.integers(1, 70),
+    seqlen_k=st.integers(1, 70),
+    head_dim=st.integers(1, 16),
+    head_dim_v=st.integers(1, 16),
+    causal_offset=st.none() | st.integers(-80, 80),
+)
+
+
+def seen(shape: Shape, row: int) -> list[int]:
+    """The keys that a query sees, one by one."""
+    return [j for j in range(shape.seqlen_k) if shape.causal_offset is None or j <= row + shape.causal_offset]
+
+
+@given(shapes)
+def test_pairs_are_counted_as_one_would_by_hand(shape):
+    assert shape.pairs == sum(len(seen(shape, row)) for row in range(shape.seqlen_q))
+
+
+@given(shapes)
+def test_flops_are_a_multiply_and_an_add_for_every_element_of_both_products(shape):
+    assert shape.flops == 2 * shape.batch * shape.heads * shape.pairs * (shape.head_dim + shape.head_dim_v)
+
+
+def test_flops_of_a_square_problem_follow_the_papers_convention():
+    full = Shape(4, 16, 16, 4096, 4096, 128, 128)
+    causal = dataclasses.replace(full, causal_offset=0)
+    assert full.flops == 4 * 4 * 16 * 4096**2 * 128
+    assert causal.flops == pytest.approx(full.flops / 2, rel=1e-3)
+
+
+@given(shapes, st.integers(1, 32), st.integers(1, 8), st.integers(1, 16), st.booleans())
+@settings(max_examples=200)
+def test_traffic_without_a_cache_reads_what_each_wave_sees(shape, block_m, section, resident, lse):
+    """With no L2, K and V pass once for every wave of tiles, as far as the wave's tiles see them."""
+    schedule = Schedule(block_m, section, resident, l2_bytes=-1)
+    side_by_side = min(section, shape.batch * shape.heads)
+    tiles = [range(m, min(m + block_m, shape.seqlen_q)) for m in range(0, shape.seqlen_q, block_m)][::-1]
+    per_wave = max(1, resident // side_by_side)
+    keys = 0
+    for start in range(0, len(tiles), per_wave):
+        keys += max(len(seen(shape, row)) for tile in tiles[start : start + per_wave] for row in tile)
+    item = shape.itemsize * (shape.head_dim + shape.head_dim_v)
+    rows = shape.batch * shape.heads * shape.seqlen_q
+    expected = rows * item + shape.batch * shape.kv_heads * keys * item + (4 * rows if lse else 0)
+    assert fused_bytes(shape, schedule, lse) == expected
+
+
+@given(shapes, st.booleans())
+def test_traffic_with_a_large_cache_moves_everything_once(shape, lse):
+    item = shape.itemsize * (shape.head_dim + shape.head_dim_v)
+    rows = shape.batch * shape.heads * shape.seqlen_q
+    keys = max(len(seen(shape, row)) for row in range(shape.seqlen_q))
+    expected = (rows + shape.batch * shape.kv_heads * keys) * item + (4 * rows if lse else 0)
+    assert fused_bytes(shape, Schedule(16, 2, 4, l2_bytes=GIB), lse) == expected
+
+
+def test_a_cache_that_holds_one_section_less_a_byte_is_too_small():
+    shape = Shape(1, 4, 4, 1024, 1024, 64, 64)
+    section_bytes = 2 * shape.kv_head_bytes
+    fits, misses = (fused_bytes(shape, Schedule(64, 2, 4, size), False) for size in (section_bytes, section_bytes - 1))
+    assert misses - fits == 4 * 7 * shape.kv_head_bytes  # 16 tiles in waves of 2: eight times instead of once
+
+
+def test_stored_scores_pass_four_times():
+    shape = Shape(1, 1, 1, 1000, 1000, 50, 50)
+    assert shape.standard_bytes == 2 * (4 * 1000**2 + 4 * 1000 * 50)
+
+
+def test_roofline_is_the_slower_of_the_two():
+    device = DeviceModel("d", "sm_90", 100, 1e9, 1e12, 1)
+    assert device.peak_flops == 4096e11
+    assert roofline_seconds(4096e11, 1.0, device) == 1.0
+    assert roofline_seconds(1.0, 3e12, device) == 3.0
+
+
+def test_every_target_has_a_rate_and_a_nominal_device():
+    assert set(cost.DENSE_RATE) == set(cost.NOMINAL_DEVICES) == set(ARCHES)
+    # Peaks of the data sheets, dense fp16 with fp32 accumulation.
+    sheets = {"sm_80": 312, "sm_86": 155, "sm_89": 366, "sm_90": 1071, "sm_100": 2382, "sm_120": 504}
+    for arch, tflops in sheets.items():
+        assert cost.NOMINAL_DEVICES[arch].peak_flops / 1e12 == pytest.approx(tflops, rel=0.01)
+
+
+# --- explain ---------------------------------------------------------------------------------------------------
+
+
+def test_a_planned_kernel_is_the_registrys():
+    e = cuflash.explain(*arrays(), causal=True, arch="sm_80")
+    assert e.refused is None and e.backend == "cuda" and e.kernel is not None
+    config = kernels.select_config(e.kernel.problem)
+    assert e.kernel.symbol == kernels.symbol(e.kernel.problem, config)
+    assert e.kernel.config == config and config.reason
+    assert e.kernel.smem_bytes == config.smem_bytes(e.kernel.problem)
+    assert (e.kernel.problem.arch, e.kernel.problem.mask, e.kernel.problem.access_bytes) == ("sm_80", "causal", 16)
+    assert e.kernel.cached == "no" and e.kernel.registers is None
+    assert e.flops == 4 * 2 * 4 * 64 * (256 * 257 // 2)
+    assert e.roofline_seconds == pytest.approx(max(e.flops / 312e12, e.hbm_bytes / 2.039e12), rel=0.01)
+
+
+def test_the_report_names_everything():
+    text = str(cuflash.explain(*arrays(), causal=True, arch="sm_90"))
+    for word in ("cuflash_fwd_sm80_d64_f16_causal", "reason", "q_and_out", "not compiled yet", "FLOP/byte", "H200", "MiB"):
+        assert word in text
+    assert not any(line != line.rstrip() for line in text.splitlines())
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "rule", "words"),
+    [
+        (lambda: arrays(kv_heads=3), {}, "ValueError", "multiple"),
+        (lambda: arrays(dim=300), {}, "UnsupportedError", "256"),
+        (lambda: arrays(dtype=np.float32), {"arch": "sm_90"}, "UnsupportedError", "float32"),
+        (lambda: arrays(dtype=np.int32), {}, "TypeError", "int32"),
+        (lambda: arrays(), {"causal": "left"}, "ValueError", "causal"),
+        (lambda: arrays(), {"scale": float("nan")}, "ValueError", "scale"),
+        (lambda: (1, 2, 3), {}, "TypeError", "int"),
+    ],
+)
+def test_a_refused_call_names_the_rule(make, options, rule, words):
+    e = cuflash.explain(*make(), **options)
+    assert e.rule == rule and e.refused is not None and words in e.refused
+    assert e.kernel is None and e.flops == 0
+    assert "refuse" in str(e) and rule in str(e)
+
+
+def test_refusals_are_those_of_the_call_itself():
+    q, k, v = arrays(kv_heads=3)
+    with pytest.raises(ValueError) as caught:
+        cuflash.attention(q, k, v)
+    assert cuflash.explain(q, k, v).refused == str(caught.value)
+
+
+def test_variants_are_named():
+    q, k, v = arrays(dim=64)
+    assert "scalar-load" in str(cuflash.explain(q[..., ::2], k[..., ::2], v[..., ::2], arch="sm_90"))
+    assert "8-byte loads" in str(cuflash.explain(q[..., :60], k[..., :60], v[..., :60], arch="sm_90"))
+    assert "scale-first" in str(cuflash.explain(q, k, v, scale=-1.0, arch="sm_90"))
+    assert "see no key" in str(cuflash.explain(q, k[:, :100], v[:, :100], causal=True, arch="sm_90"))
+    assert "see no key" not in str(cuflash.explain(q, k[:, :100], v[:, :100], causal="top_left", arch="sm_90"))
+
+
+@pytest.mark.parametrize(("seq", "seq_k"), [(0, 5), (5, 0)])
+def test_a_call_that_launches_nothing(seq, seq_k):
+    q, k, v = np.zeros((1, seq, 2, 8), np.float16), *np.zeros((2, 1, seq_k, 2, 8), np.float16)
+    e = cuflash.explain(q, k, v, arch="sm_90")
+    assert e.refused is None and e.kernel is None and "nothing is launched" in str(e)
+
+
+def test_numpy_arrays_are_explained_for_the_cpu():
+    e = cuflash.explain(*arrays(dtype=np.float32), causal=True)
+    assert (e.backend, e.kernel, e.device, e.roofline_seconds) == ("numpy", None, None, None)
+    assert e.flops and e.hbm_bytes and "NumPy" in str(e)
+
+
+def test_bfloat16_and_gqa_and_layout():
+    q, k, v = (x.transpose(0, 2, 1, 3) for x in arrays(kv_heads=2, dtype=ml_dtypes.bfloat16))
+    e = cuflash.explain(q, k, v, layout="bhsd", arch="sm_90")
+    assert e.kernel is not None and e.kernel.problem.dtype == "bfloat16"
+    assert "H 4 over 2" in e.call and "Nq 256" in e.call and "layout bhsd" in e.call
+
+
+def test_the_lse_is_counted_when_it_is_returned():
+    without, with_lse = (cuflash.explain(*arrays(), return_lse=r, arch="sm_90").hbm_bytes for r in (False, True))
+    assert with_lse - without == 4 * 2 * 4 * 256
+
+
+def test_a_wrong_target_is_an_error_not_a_refusal():
+    with pytest.raises(ValueError, match="sm_75.*accepted are sm_80"):
+        cuflash.explain(*arrays(), arch="sm_75")
+
+
+def test_the_function_survives_the_import_of_its_module():
+    import cuflash.explanation
+
+    assert cuflash.explanation.Explanation is cuflash.Explanation
+    assert callable(cuflash.explain)
+
+
+@pytest.mark.compile
+def test_code_is_found_where_it_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    call = {"q": arrays(dim=32)[0], "k": arrays(dim=32)[1], "v": arrays(dim=32)[2], "arch": "sm_90"}
+    found = [cuflash.explain(**call, compile=c).kernel for c in (False, True, False)]
+    assert [kernel and kernel.cached for kernel in found] == ["no", "compiled", "disk"]
+    assert found[2] is not None and found[2].registers and found[2].spill_bytes == 0
+    assert "in the disk cache" in str(cuflash.explain(**call))
+    monkeypatch.setenv("CUFLASH_PREBUILT_DIR", str(tmp_path / "cuflash"))
+    monkeypatch.setenv("CUFLASH_CACHE_DIR", str(tmp_path / "elsewhere"))
+    kernel = cuflash.explain(**call).kernel
+    assert kernel is not None and kernel.cached == "prebuilt"
