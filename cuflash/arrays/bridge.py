@@ -40,8 +40,9 @@ def views(arrays: Sequence[Any], out: Any) -> tuple[list[Any], Any]:
     is_jax = _is_jax(arrays[0])
     if is_jax and out is not None:
         raise TypeError("out is a JAX array, which cannot be written; leave it out")
-    view = _view_jax if is_jax else _view_dlpack
-    viewed = [view(name, x) for name, x in named.items()]
+    viewed = [(_view_jax if is_jax else _view_dlpack)(name, x) for name, x in named.items()]
+    if is_jax:
+        _check_jax_devices(named)
     return viewed[:3], None if out is None else viewed[3]
 
 
@@ -108,6 +109,14 @@ def _view_jax(name: str, x: Any) -> Any:
             f"{name} is on a {devices[0].platform} device; cuflash takes arrays on CUDA devices and CPUs"
         )
     return _cupy(name).from_dlpack(x)
+
+
+def _check_jax_devices(named: Mapping[str, Any]) -> None:
+    """Of JAX's CPU devices, which are all host memory, only JAX knows that they differ."""
+    (device_q,) = named["q"].devices()
+    for name, x in named.items():
+        if (device := next(iter(x.devices()))) != device_q:
+            raise ValueError(f"q is on {device_q} and {name} on {device}; all arrays of a call must be on one device")
 
 
 def _to_jax(result: Any, like: Any) -> Any:

@@ -127,10 +127,8 @@ class FakeGpu:
     def launch(self, handle: int, grid: Any, block: Any, smem_bytes: int, stream: int, params_address: int) -> None:
         loaded = self._codes[handle - HANDLES]
         assert loaded.device == self.device, "launched while another device was current"
-        assert all(0 < extent for extent in grid) and max(grid[1:]) <= 65535 and grid[0] < 2**31
-        pointer = ctypes.c_void_p.from_address(params_address).value
-        assert pointer is not None
-        launch = Launch(loaded, grid, block, smem_bytes, stream, unpack(ctypes.string_at(pointer, FORWARD.size)))
+        assert all(extent > 0 for extent in grid) and max(grid[1:]) <= 65535 and grid[0] < 2**31
+        launch = Launch(loaded, grid, block, smem_bytes, stream, read_block(params_address))
         self.launches.append(launch)
         if self.execute:
             run(launch)
@@ -151,6 +149,30 @@ def install(monkeypatch: pytest.MonkeyPatch, **options: Any) -> FakeGpu:
     from cuflash.arrays import cupy_arrays
 
     gpu = FakeGpu(cupy, **options)
+    _install_driver(monkeypatch, gpu)
+    monkeypatch.setattr(cupy_arrays, "current_device", lambda: gpu.device)
+    monkeypatch.setattr(cupy_arrays, "on_device", gpu.on_device)
+    monkeypatch.setattr(cupy_arrays, "stream", lambda device: gpu.streams[device])
+    monkeypatch.setattr(cupy_arrays, "fill_dead", fill_dead)
+    cupy.cuda.set_allocator(gpu.allocate)
+    return gpu
+
+
+def install_for_torch(monkeypatch: pytest.MonkeyPatch, device: int = 0) -> FakeGpu:
+    """Let CPU tensors of torch pass for tensors on a fake GPU; no CuPy is needed."""
+    pytest.importorskip("torch")
+    from cuflash.arrays import torch_arrays
+
+    gpu = FakeGpu(None)
+    _install_driver(monkeypatch, gpu)
+    monkeypatch.setattr(torch_arrays, "CPU", device)
+    monkeypatch.setattr(torch_arrays, "current_device", lambda: gpu.device)
+    monkeypatch.setattr(torch_arrays, "on_device", gpu.on_device)
+    monkeypatch.setattr(torch_arrays, "stream", lambda device: gpu.streams[device])
+    return gpu
+
+
+def _install_driver(monkeypatch: pytest.MonkeyPatch, gpu: FakeGpu) -> None:
     for table in ("_loaded", "_code", "_locks"):
         monkeypatch.setattr(jit, table, {})
     jit.PLANS.clear()
@@ -162,16 +184,12 @@ def install(monkeypatch: pytest.MonkeyPatch, **options: Any) -> FakeGpu:
     monkeypatch.setattr(driver, "device_compute_capability", lambda device: gpu.capability)
     monkeypatch.setattr(driver, "device_count", lambda: 2)
     monkeypatch.setattr(driver, "current_device", lambda: gpu.device)
-    monkeypatch.setattr(cupy_arrays, "current_device", lambda: gpu.device)
-    monkeypatch.setattr(cupy_arrays, "on_device", gpu.on_device)
-    monkeypatch.setattr(cupy_arrays, "stream", lambda device: gpu.streams[device])
-    monkeypatch.setattr(cupy_arrays, "fill_dead", fill_dead)
-    cupy.cuda.set_allocator(gpu.allocate)
-    return gpu
 
 
 def remove(gpu: FakeGpu) -> None:
-    gpu.cupy.cuda.set_allocator(gpu.cupy.get_default_memory_pool().malloc)
+    """Give CuPy its own allocator back; the rest is the monkeypatch's."""
+    if gpu.cupy is not None:
+        gpu.cupy.cuda.set_allocator(gpu.cupy.get_default_memory_pool().malloc)
     jit.PLANS.clear()
 
 
@@ -195,6 +213,13 @@ def memory_at(address: int, shape: tuple[int, ...], strides: tuple[int, ...], dt
     """View host memory; strides in bytes."""
     dtype = np.dtype(dtype)
     return np.asarray(_Memory(address, shape, strides, dtype.itemsize)).view(dtype)
+
+
+def read_block(params_address: int) -> dict[str, Any]:
+    """What the driver would read: the block behind the one pointer at an address."""
+    pointer = ctypes.c_void_p.from_address(params_address).value
+    assert pointer is not None
+    return unpack(ctypes.string_at(pointer, FORWARD.size))
 
 
 def unpack(block: bytes) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from decimal import Decimal
 from fractions import Fraction
-from typing import Any
+from typing import Any, ClassVar
 
 import ml_dtypes
 import numpy as np
@@ -98,7 +98,7 @@ def test_causal(adopt: Any, causal: Any) -> None:
 def test_scales_that_are_not_finite(adopt: Any, scale: Any) -> None:
     arrays = [adopt(x) for x in qkv()]
     for _ in range(2):
-        with pytest.raises(ValueError, match="scale is .*finite"):
+        with pytest.raises(ValueError, match=r"scale is .*finite"):
             cuflash.attention(*arrays, scale=scale)
 
 
@@ -124,7 +124,7 @@ def test_equal_options_are_the_same_option(adopt: Any) -> None:
     for scale in (1, True, np.float16(1), np.int32(1), Fraction(1, 3), False):
         cuflash.attention(q, k, v, scale=scale)
     for flag in ("yes", None, 2, []):
-        with pytest.raises(TypeError, match="return_lse is .*True and False"):
+        with pytest.raises(TypeError, match=r"return_lse is .*True and False"):
             cuflash.attention(q, k, v, return_lse=flag)
 
 
@@ -195,7 +195,7 @@ def test_things_that_are_no_arrays(adopt: Any, thing: Any, position: int) -> Non
 
 def test_out_of_another_kind(adopt: Any) -> None:
     q, k, v = (adopt(x) for x in qkv())
-    with pytest.raises(TypeError, match="out is a .*list; accepted"):
+    with pytest.raises(TypeError, match=r"out is a .*list; accepted"):
         cuflash.attention(q, k, v, out=[])
 
 
@@ -303,7 +303,7 @@ def test_overlap_that_is_too_hard_to_tell_counts_as_one(monkeypatch: pytest.Monk
 
 
 def test_addresses_between_elements(gpu: FakeGpu) -> None:
-    q, k, v = qkv()
+    q, _, v = qkv()
     raw = np.zeros(4 * q.nbytes, np.uint8)
     odd = raw[1 : 1 + q.nbytes].view(np.float16).reshape(SHAPE)
     third = np.lib.stride_tricks.as_strided(raw.view(np.float16), SHAPE, (1920, 192, 48, 3))
@@ -391,7 +391,7 @@ def test_dlpack_refusals() -> None:
         TypeError, match=r"q is a .* array and k a NumPy array; all arrays of a call must be of one kind"
     ):
         cuflash.attention(Producer(q), k, v)
-    with pytest.raises(TypeError, match="q is a NumPy array and v a .* array"):
+    with pytest.raises(TypeError, match=r"q is a NumPy array and v a .* array"):
         cuflash.attention(q, k, Producer(v))
     with pytest.raises(ValueError, match="q has batch"):
         cuflash.attention(*map(Producer, (q[:1], k, v)))
@@ -423,7 +423,7 @@ def test_dlpack_on_a_gpu_goes_through_cupy(gpu: FakeGpu, monkeypatch: pytest.Mon
 class Event:
     """Stands for CuPy's events."""
 
-    events: list[Event] = []
+    events: ClassVar[list[Event]] = []
 
     def __init__(self, **_: Any) -> None:
         self.done = False

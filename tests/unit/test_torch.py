@@ -1,0 +1,239 @@
+"""torch tensors: on the CPU for real, and as if they were on a GPU, through plans and launches."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import cuflash
+from tests.oracle import oracle
+from tests.unit import fake_gpu
+from tests.unit.fake_gpu import FakeGpu
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    torch = pytest.importorskip("torch")
+
+ROOT = Path(__file__).resolve().parents[2]
+SHAPE = (2, 30, 4, 16)
+DTYPES = ("float16", "bfloat16", "float32", "float64")
+
+
+@pytest.fixture(params=["cpu", "gpu"])
+def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu | None]:
+    gpu = fake_gpu.install_for_torch(monkeypatch) if request.param == "gpu" else None
+    yield gpu
+    if gpu:
+        fake_gpu.remove(gpu)
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
+    installed = fake_gpu.install_for_torch(monkeypatch)
+    yield installed
+    fake_gpu.remove(installed)
+
+
+def qkv(dtype: str = "float16", shape: tuple[int, ...] = SHAPE) -> list[Any]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(shape, generator=generator).to(getattr(torch, dtype)) for _ in range(3)]
+
+
+def check(out: Any, q: Any, k: Any, v: Any, causal: Any = False) -> None:
+    """All in bshd; against the float64 oracle, within a few roundings of the output."""
+    double = [x.detach().double().numpy().swapaxes(1, 2) for x in (q, k, v)]
+    expected, _ = oracle(*double, causal=causal)
+    unit = torch.finfo(out.dtype).eps
+    np.testing.assert_allclose(out.double().numpy().swapaxes(1, 2), expected, rtol=2 * unit, atol=4 * unit)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_cpu_tensors(dtype: str) -> None:
+    q, k, v = qkv(dtype)
+    out, lse = cuflash.attention(q, k, v, causal=True, return_lse=True)
+    assert type(out) is torch.Tensor and out.dtype is q.dtype and out.device == q.device and not out.requires_grad
+    assert lse.dtype is (torch.float64 if dtype == "float64" else torch.float32) and lse.shape == (2, 4, 30)
+    check(out, q, k, v, "bottom_right")
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_tensors_on_a_gpu(gpu: FakeGpu, dtype: str) -> None:
+    q, k, v = qkv(dtype)
+    gpu.streams[0] = 4321
+    for _ in range(2):
+        out, lse = cuflash.attention(q, k, v, causal=True, return_lse=True)
+        assert type(out) is torch.Tensor and out.dtype is q.dtype and out.is_contiguous()
+        assert lse.dtype is torch.float32 and lse.shape == (2, 4, 30)
+        check(out, q, k, v, "bottom_right")
+    assert [launch.stream for launch in gpu.launches] == [4321, 4321]
+    assert gpu.launches[0].loaded.problem.dtype == dtype and len(gpu.compiled) == 1
+
+
+def test_agrees_with_scaled_dot_product_attention(backend: FakeGpu | None) -> None:
+    """The layout bhsd and the top-left corner are torch's conventions."""
+    q, k, v = (x.transpose(1, 2) for x in qkv())
+    longer = [torch.cat([x, x], dim=2) for x in (k, v)]
+    for keys, values in ((k, v), longer):
+        theirs = torch.nn.functional.scaled_dot_product_attention(
+            q.double(), keys.double(), values.double(), is_causal=True
+        )
+        ours = cuflash.attention(q, keys, values, causal="top_left", layout="bhsd")
+        torch.testing.assert_close(ours.double(), theirs, rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_views(backend: FakeGpu | None, dtype: str) -> None:
+    """Packed slices, transposed, padded and expanded tensors; no copies."""
+    q, k, v = qkv(dtype)
+    packed = torch.stack([q, k, v], dim=3)
+    check(cuflash.attention(*packed.unbind(3)), q, k, v)
+    moved = [x.permute(3, 0, 2, 1).contiguous().permute(1, 3, 2, 0) for x in (q, k, v)]
+    assert moved[0].stride() != q.stride()
+    check(cuflash.attention(*moved), q, k, v)
+    one = k[:, :, :1]
+    spread = one.expand(-1, -1, 4, -1)
+    check(cuflash.attention(q, spread, v), q, spread, v)
+    padded = torch.zeros(2, 30, 4, 24, dtype=q.dtype)
+    padded[..., :16] = q
+    check(cuflash.attention(padded[..., :16], k, v), q, k, v)
+
+
+def test_out(backend: FakeGpu | None) -> None:
+    q, k, v = qkv()
+    for target in (torch.full_like(q, float("nan")), torch.full((2, 4, 30, 16), float("nan")).half().transpose(1, 2)):
+        for _ in range(2):
+            assert cuflash.attention(q, k, v, out=target) is target
+            check(target, q, k, v)
+    for shared in (q, k[:, :, :, :], q.view(-1).view(SHAPE)):
+        with pytest.raises(ValueError, match="out shares memory with"):
+            cuflash.attention(q, k, v, out=shared)
+    with pytest.raises(ValueError, match="share memory"):
+        cuflash.attention(q, k, v, out=torch.zeros(1, dtype=torch.half).expand(SHAPE))
+    with pytest.raises(TypeError, match="q has dtype float16 and out float32"):
+        cuflash.attention(q, k, v, out=torch.empty(SHAPE))
+
+
+def test_autograd_notices_that_out_was_written(backend: FakeGpu | None) -> None:
+    q, k, v = qkv()
+    out = torch.ones_like(q)
+    weight = torch.ones_like(q, requires_grad=True)
+    product = (weight * out).sum()
+    cuflash.attention(q, k, v, out=out)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.backward()
+
+
+def test_gradients_are_refused_by_name(backend: FakeGpu | None) -> None:
+    """B-152: whatever was called before; without grad mode such tensors are ordinary."""
+    q, k, v = qkv()
+    plain = cuflash.attention(q, k, v)
+    k.requires_grad_()
+    for _ in range(2):
+        with pytest.raises(cuflash.UnsupportedError, match=r"k requires grad.*torch\.no_grad\(\).*k\.detach\(\)"):
+            cuflash.attention(q, k, v)
+        for mode in (torch.no_grad, torch.inference_mode):
+            with mode():
+                assert torch.equal(cuflash.attention(q, k, v), plain)
+    target = torch.empty_like(q).requires_grad_()
+    with pytest.raises(cuflash.UnsupportedError, match="out requires grad"):
+        cuflash.attention(q, k.detach(), v, out=target)
+    with torch.inference_mode():
+        inside = torch.empty_like(q)
+        assert torch.equal(cuflash.attention(q, k, v, out=inside), plain)
+        assert torch.equal(cuflash.attention(q, k, v, out=target.detach()), plain)
+
+
+def test_parameters_are_tensors(backend: FakeGpu | None) -> None:
+    q, k, v = qkv()
+    frozen = torch.nn.Parameter(k, requires_grad=False)
+    check(cuflash.attention(q, frozen, v), q, k, v)
+    with pytest.raises(cuflash.UnsupportedError, match="q requires grad"):
+        cuflash.attention(torch.nn.Parameter(q), k, v)
+
+
+def test_other_tensors_are_refused(backend: FakeGpu | None) -> None:
+    q, k, v = qkv()
+    cuflash.attention(q, k, v)
+
+    class Special(torch.Tensor):
+        pass
+
+    negated = torch.complex(q.float(), k.float()).conj().imag.half()
+    flipped = torch.view_as_complex(torch.stack([q.float(), k.float()], -1)).conj().imag
+    assert not negated.is_neg() and flipped.is_neg()
+    meta = [torch.empty(SHAPE, dtype=torch.half, device="meta") for _ in range(3)]
+    for operands, error, words in (
+        ((q, k.as_subclass(Special), v), TypeError, r"k is a .*Special, a subclass of torch\.Tensor"),
+        ((q, k, v.to_sparse()), TypeError, "v is a sparse or nested tensor"),
+        (meta, cuflash.UnsupportedError, "q is on device meta"),
+        ((q.to(torch.uint16), k, v), TypeError, r"q has dtype uint16.*q\.view\(torch\.bfloat16\)"),
+        ((q.to(torch.float8_e4m3fn), k, v), cuflash.UnsupportedError, "float8_e4m3fn; fp8 is not supported yet"),
+        ((flipped, flipped, flipped), cuflash.UnsupportedError, r"q is a lazily negated view; pass q\.resolve_neg\(\)"),
+    ):
+        with pytest.raises(error, match=words):
+            cuflash.attention(*operands)
+
+
+def test_lazy_negation_is_not_forgotten(gpu: FakeGpu) -> None:
+    """The same strides with and without the bit: only one of them is in the table."""
+    q, k, v = qkv("float16", (1, 8, 2, 16))
+    view = torch._neg_view(q)
+    cuflash.attention(q, k, v)
+    with pytest.raises(cuflash.UnsupportedError, match="resolve_neg"):
+        cuflash.attention(view, k, v)
+    check(cuflash.attention(view.resolve_neg(), k, v), -q, k, v)
+
+
+def test_mixed_kinds() -> None:
+    q, k, v = qkv()
+    with pytest.raises(
+        TypeError, match="q is a torch tensor and k a NumPy array; all arrays of a call must be of one kind"
+    ):
+        cuflash.attention(q, k.numpy(), v)
+    with pytest.raises(TypeError, match="q is a NumPy array and v a torch tensor"):
+        cuflash.attention(q.numpy(), k.numpy(), v)
+
+
+def test_empty(backend: FakeGpu | None) -> None:
+    for shape_q, shape_k in (((0, 3, 2, 8), (0, 4, 2, 8)), ((1, 0, 2, 8), (1, 4, 2, 8)), ((1, 3, 2, 8), (1, 0, 2, 8))):
+        q = torch.zeros(shape_q).half()
+        k = torch.zeros(shape_k).half()
+        out, lse = cuflash.attention(q, k, k, return_lse=True, out=torch.full_like(q, float("nan")))
+        assert out.shape == shape_q and (out == 0).all() and (lse == float("-inf")).all()
+        assert lse.shape == (shape_q[0], 2, shape_q[1])
+
+
+def test_another_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """B-143: switched to for the call, and back."""
+    gpu = fake_gpu.install_for_torch(monkeypatch, device=1)
+    gpu.streams[1] = 55
+    q, k, v = qkv()
+    for _ in range(2):
+        check(cuflash.attention(q, k, v), q, k, v)
+    assert gpu.device == 0 and gpu.switches == 2
+    assert [(launch.stream, launch.loaded.device) for launch in gpu.launches] == [(55, 1), (55, 1)]
+    fake_gpu.remove(gpu)
+
+
+def test_no_other_framework_is_loaded() -> None:
+    """torch's path needs neither CuPy nor ml_dtypes' own tables of it."""
+    code = """
+import sys, warnings
+sys.modules["cupy"] = sys.modules["jax"] = None
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    import torch
+import cuflash
+q = torch.ones(1, 8, 2, 16)
+assert torch.equal(cuflash.attention(q, q, q), q)
+assert torch.equal(cuflash.attention(q.bfloat16(), q.bfloat16(), q.bfloat16()), q.bfloat16())
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
