@@ -80,8 +80,11 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 @pytest.fixture(scope="session")
 def shared_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The kernel cache that the GPU tests share, since each kernel costs a second of compiling."""
-    return tmp_path_factory.mktemp("kernels")
+    """The kernel cache that the GPU tests share, also between processes: each kernel costs a second of compiling."""
+    base = tmp_path_factory.getbasetemp()
+    root = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "kernels"
+    root.mkdir(exist_ok=True)
+    return root
 
 
 @pytest.fixture(autouse=True)

@@ -18,6 +18,12 @@ from tests.oracle import assert_accurate, assert_lse
 
 ROOT = Path(__file__).resolve().parents[2]
 DTYPES = ("float16", "bfloat16")
+# (D, Dv): every kind of access (16, 8, 4, 2 bytes), padded and exact tiles, Dv below and above D.
+HEAD_DIMS = (
+    (1, 1), (2, 2), (8, 8), (16, 16), (31, 31), (32, 32), (33, 64), (40, 72), (64, 1), (64, 64), (64, 256), (72, 72),
+    (80, 80), (96, 96), (100, 100), (112, 112), (127, 128), (128, 64), (128, 128), (130, 130), (160, 160), (192, 128),
+    (192, 192), (224, 224), (256, 64), (255, 255), (256, 256),
+)  # fmt: skip
 CAUSAL = (False, "bottom_right", "top_left")
 
 Array = Any

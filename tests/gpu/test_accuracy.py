@@ -13,6 +13,7 @@ import cuflash
 from tests.gpu.support import (
     CAUSAL,
     DTYPES,
+    HEAD_DIMS,
     assert_same_bits,
     check_attention,
     draw_qkv,
@@ -25,19 +26,13 @@ from tests.gpu.support import (
 
 pytestmark = pytest.mark.gpu
 
-# (D, Dv): every kind of access (16, 8, 4, 2 bytes), padded and exact tiles, Dv below and above D (B-103, B-104, B-110).
-HEAD_DIMS = [
-    (1, 1), (2, 2), (8, 8), (16, 16), (31, 31), (32, 32), (33, 64), (40, 40), (64, 1), (64, 64), (64, 256), (72, 72),
-    (80, 80), (96, 96), (100, 100), (112, 112), (127, 128), (128, 64), (128, 128), (130, 130), (160, 160), (192, 128),
-    (192, 192), (224, 224), (256, 64), (255, 255), (256, 256),
-]  # fmt: skip
 MAIN_DIMS = [(64, 64), (128, 128), (256, 256)]
 
 
 @pytest.mark.parametrize("index", range(len(HEAD_DIMS)), ids=[f"d{d}-dv{dv}" for d, dv in HEAD_DIMS])
 @pytest.mark.parametrize("swap", [False, True])
 def test_head_dims(index: int, swap: bool) -> None:
-    """Every sampled head dim, once with each dtype: one of them full, the other causal."""
+    """B-103, B-104, B-110: every sampled head dim, once with each dtype: one of them full, the other causal."""
     d, dv = HEAD_DIMS[index]
     dtype, causal = DTYPES[swap], (index + swap) % 2 == 1
     check_attention(*draw_qkv((150, 203), (2, 1), (d, dv), dtype, seed=index), causal=causal)

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 import cuflash
 from tests.gpu.support import (
-    DTYPES,
     Array,
     assert_same_bits,
     assign,
@@ -119,7 +118,7 @@ def test_both_layouts_are_one(causal: bool) -> None:
 @given(
     steps=st.tuples(*[st.tuples(*[st.sampled_from([1, 1, 2, -1, 3])] * 3, st.sampled_from([1, 1, 1, -1, 2]))] * 3),
     lead=st.integers(0, 9),
-    dims=st.sampled_from([(64, 64), (40, 24), (33, 33)]),
+    dims=st.sampled_from([(64, 64), (40, 72), (33, 64)]),
     seed=st.integers(0, 1000),
 )
 def test_fresh_strides(steps: tuple[tuple[int, ...], ...], lead: int, dims: tuple[int, int], seed: int) -> None:
@@ -134,10 +133,9 @@ OUTS: dict[str, Callable[[Array], Array]] = {
 }
 
 
-@pytest.mark.parametrize("dims", [(64, 64), (40, 40), (128, 128)], ids=str)
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dims,dtype", [((64, 64), "float16"), ((40, 72), "bfloat16"), ((128, 128), "bfloat16")])
 @pytest.mark.parametrize("kind", OUTS)
-def test_out_of_any_strides_gets_the_same_bits(kind: str, dtype: str, dims: tuple[int, int]) -> None:
+def test_out_of_any_strides_gets_the_same_bits(kind: str, dims: tuple[int, int], dtype: str) -> None:
     """B-053, B-056, B-109: out= changes where the result goes, never what it is, and returns that very array."""
     q, k, v = draw_qkv((130, 150), (4, 2), dims, dtype, batch=2)
     expected, expected_lse = cuflash.attention(q, k, v, causal=True, return_lse=True)
@@ -148,7 +146,7 @@ def test_out_of_any_strides_gets_the_same_bits(kind: str, dtype: str, dims: tupl
     assert_same_bits(lse, expected_lse)
 
 
-@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (33, 33), (72, 72)], ids=str)
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (33, 64), (40, 72)], ids=str)
 @pytest.mark.parametrize("nq", [1, 127, 128, 129, 300])
 def test_nothing_is_written_around_the_output(dims: tuple[int, int], nq: int) -> None:
     """A marker in every byte around a strided output is still there after the call."""

@@ -71,7 +71,7 @@ def test_a_few_outliers_among_ordinary_scores() -> None:
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf], ids=str)
 @pytest.mark.parametrize("name", ["q", "k"])
-@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (33, 33)], ids=str)
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (33, 64)], ids=str)
 def test_non_finite_q_and_k_reach_the_rows_that_see_them(dims: tuple[int, int], name: str, bad: float) -> None:
     arrays = host_qkv((150, 210), (2, 2), dims, "float16", batch=2)
     arrays["qk".index(name)][1, 100, 1, 5] = bad
@@ -119,7 +119,7 @@ def test_keys_whose_scores_are_all_minus_infinity(dtype: str) -> None:
     check_attention(*map(to_device, (q, k, v)))
 
 
-@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (72, 40), (33, 65), (256, 256)], ids=str)
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (40, 72), (33, 64), (256, 256)], ids=str)
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("pad", [8, 3], ids=["aligned", "odd"])
 def test_poison_around_the_inputs_never_leaks(dims: tuple[int, int], causal: bool, pad: int) -> None:
