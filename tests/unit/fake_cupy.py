@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib.machinery
 import time
 import types
 from typing import Any
@@ -34,8 +36,10 @@ class MemoryHook:
 def module() -> types.ModuleType:
     """Install with ``monkeypatch.setitem(sys.modules, "cupy", module())``."""
     cupy = types.ModuleType("cupy")
+    cupy.__spec__ = importlib.machinery.ModuleSpec("cupy", None)
     cupy.__dict__.update({name: getattr(np, name) for name in np.__all__})
     cuda: Any = types.SimpleNamespace(
+        Device=lambda ordinal: contextlib.nullcontext(),
         Event=Event,
         MemoryHook=MemoryHook,
         get_current_stream=Stream,

@@ -133,7 +133,15 @@ def test_a_planned_kernel_is_the_registrys():
 
 def test_the_report_names_everything():
     text = str(cuflash.explain(*arrays(), causal=True, arch="sm_90"))
-    for word in ("cuflash_fwd_sm80_d64_f16_causal", "reason", "q_and_out", "not compiled yet", "FLOP/byte", "H200", "MiB"):
+    for word in (
+        "cuflash_fwd_sm80_d64_f16_causal",
+        "reason",
+        "q_and_out",
+        "not compiled yet",
+        "FLOP/byte",
+        "H200",
+        "MiB",
+    ):
         assert word in text
     assert not any(line != line.rstrip() for line in text.splitlines())
 
@@ -199,7 +207,7 @@ def test_the_lse_is_counted_when_it_is_returned():
 
 
 def test_a_wrong_target_is_an_error_not_a_refusal():
-    with pytest.raises(ValueError, match="sm_75.*accepted are sm_80"):
+    with pytest.raises(ValueError, match=r"sm_75.*accepted are sm_80"):
         cuflash.explain(*arrays(), arch="sm_75")
 
 
