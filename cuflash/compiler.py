@@ -126,10 +126,11 @@ def _read(program: Any, what: str) -> bytes:
     """One of a program's results: ``"CUBIN"``, ``"PTX"`` or ``"ProgramLog"``."""
     nvrtc = _nvrtc()
     size = _ok(getattr(nvrtc, f"nvrtcGet{what}Size")(program))
-    # The bindings write into the bytes object, and Python shares all bytes objects of length one.
-    buffer = bytes(max(size, 2))
+    # The bindings write into the bytes object. Python shares one object for each single byte: this must be the zero
+    # byte's, since an empty log is one zero.
+    buffer = bytes(size)
     _ok(getattr(nvrtc, f"nvrtcGet{what}")(program, buffer))
-    return buffer[:size]
+    return buffer
 
 
 @functools.cache

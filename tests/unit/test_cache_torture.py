@@ -347,3 +347,23 @@ def test_a_build_that_cannot_be_remembered_is_asked_for_and_warned_about(public_
         assert len(caught) == 1
 
     assert in_child(work, as_nobody=True) == 0
+
+
+@pytest.mark.skipif(os.name != "posix" or os.geteuid() != 0, reason="makes files of two users, which only root can")
+def test_a_damaged_entry_that_another_user_left_is_moved_out_of_the_way(public_folder):
+    # B-128: as after ``sudo python``; the folder cannot be emptied, but its name can be freed.
+    root = public_folder / "kernels"
+    publish(open_store(root))
+    entry = open_store(root).path(KEY)
+    for path in (root, entry.parent):
+        os.chown(path, 65534, 65534)
+    (entry / "kernel.cubin").chmod(0o644)
+    (entry / "kernel.cubin").write_bytes(b"damaged")
+
+    def work():
+        store = open_store(root)
+        assert store.load(KEY) is None
+        assert publish(store)
+        assert store.load(KEY) == compiled_of(1)
+
+    assert in_child(work, as_nobody=True) == 0

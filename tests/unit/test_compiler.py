@@ -284,4 +284,4 @@ def compile_some(first, count):
     for n in range(first, first + count): compile_source(tiny.source(factor=f"constexpr float kFactor = {n}.5f;"))
 compile_some(0, 20); before = resident(); compile_some(20, 80); print((resident() - before) / 80)
 """
-    assert float(run_script(script)) < 200_000
+    assert float(run_script(script)) < 8_000  # without nvrtcDestroyProgram it is 15 kB for this kernel
