@@ -66,12 +66,13 @@ class KernelConfig:
         return f"m{self.block_m}n{self.block_n}w{self.warps}s{self.stages}q{self.q_registers}c{self.ctas}"
 
     def smem(self, problem: AttentionProblem) -> tuple[SmemRegion, ...]:
-        """The shared-memory map: Q (later the output's staging), then K and V of every stage."""
+        """The shared-memory map: Q (later the output's staging), K and V of every stage, the rows' softmax references."""
         pitch_k = round_up(problem.head_dim, PITCH_STEP) * ELEMENT_BYTES
         pitch_v = round_up(problem.head_dim_v, PITCH_STEP) * ELEMENT_BYTES
         sizes = [("q_and_out", self.block_m * max(pitch_k, pitch_v))]
         for stage in range(self.stages):
             sizes += [(f"k{stage}", self.block_n * pitch_k), (f"v{stage}", self.block_n * pitch_v)]
+        sizes.append(("softmax_reference", self.block_m * 4))
         regions, offset = [], 0
         for name, size in sizes:
             regions.append(SmemRegion(name, offset, size))

@@ -9,13 +9,14 @@ constexpr float kLn2 = 0.693147180559945309f;
 template <int kRowBlocks, int kColumns, int kColumnsOut>
 DEVICE void normalise(float (&o)[kRowBlocks][kColumnsOut / 2], float (&lse)[kRowBlocks][2],
                       const OnlineSoftmax<kRowBlocks, kColumns, kColumnsOut>& softmax, float scale) {
+    const u32 references = softmax.thread_references();
     #pragma unroll
     for (int w = 0; w < kRowBlocks; w++)
         #pragma unroll
         for (int r = 0; r < 2; r++) {
             const float total = quad_sum(softmax.sum[w][r]);
             const float inverse = total == 0.f ? 0.f : rcp_approx(total);   // NaN stays NaN
-            lse[w][r] = total == 0.f ? kMinusInfinity : (mul_f32(softmax.reference[w][r], scale) + log2_approx(total)) * kLn2;
+            lse[w][r] = total == 0.f ? minus_infinity() : (softmax.log2_factor(references, w, r, scale) + log2_approx(total)) * kLn2;
             #pragma unroll
             for (int i = 0; i < kColumnsOut / 8; i++) { o[w][4 * i + 2 * r] *= inverse; o[w][4 * i + 2 * r + 1] *= inverse; }
         }
@@ -54,7 +55,8 @@ DEVICE void store_chunk(unsigned char* to, const Chunk& c, int valid_bytes, i64 
 // The warp's staged rows to global memory; `out` points at its first row, of which rows_left exist.
 template <int kDim, int kPitch, int kRows, int kAccessBytes>
 DEVICE void store_output(u32 warp_smem, const GlobalRows& out, int rows_left, int lane) {
-    constexpr int kChunks = ceil_div(kDim, kChunkElements), kLanes = kChunks >= 32 ? 32 : next_pow2(kChunks);
+    constexpr int kChunks = ceil_div(kDim, kChunkElements), kLanes = kChunks <= 2 ? 2 : next_pow2(kChunks);
+    static_assert(kRows * kLanes % 32 == 0, "a warp stores whole rows");
     #pragma unroll
     for (int i = 0; i < kRows * kLanes / 32; i++) {
         const int row = (i * 32 + lane) / kLanes, chunk = (i * 32 + lane) % kLanes;

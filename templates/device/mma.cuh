@@ -24,12 +24,11 @@ struct QueryFragments {
     }
 };
 
-// S = Q K^T over kColumns keys of the tile at k_smem.
+// S = Q K^T over kColumns keys; k_lane is the lane's address in the tile of K.
 template <bool kBf16, int kHeadDim, int kRowBlocks, int kHeld, int kColumns>
-DEVICE void multiply_qk(float (&s)[kRowBlocks][kColumns / 2], const QueryFragments<kHeadDim, kRowBlocks, kHeld>& q, u32 k_smem, int lane) {
+DEVICE void multiply_qk(float (&s)[kRowBlocks][kColumns / 2], const QueryFragments<kHeadDim, kRowBlocks, kHeld>& q, u32 k_lane) {
     using Layout = TileLayout<kHeadDim>;
     constexpr int kSteps = ceil_div(kHeadDim, 16), kBlocks = kColumns / 16;
-    const u32 k_lane = k_smem + Layout::lane_offset_by_pairs(lane);
     u32 b[kRing][4], a[2][kRowBlocks][4];
     if constexpr (kHeld == 0) q.load(a[0], 0);
     ldmatrix_x4(b[0], k_lane);
@@ -42,13 +41,13 @@ DEVICE void multiply_qk(float (&s)[kRowBlocks][kColumns / 2], const QueryFragmen
             if (n == 0 && k + 1 < kSteps && k + 1 >= kHeld) q.load(a[(k + 1) % 2], k + 1);
             #pragma unroll
             for (int w = 0; w < kRowBlocks; w++) {
-                const u32 (&aw)[4] = k < kHeld ? q.held[k < kHeld ? k : 0][w] : a[k % 2][w];
+                const u32* aw = k < kHeld ? q.held[k < kHeld ? k : 0][w] : a[k % 2][w];
                 if (k == 0) {
-                    mma_m16n8k16<kBf16, true>(s[w] + 8 * n, aw, b[i % kRing][0], b[i % kRing][1]);
-                    mma_m16n8k16<kBf16, true>(s[w] + 8 * n + 4, aw, b[i % kRing][2], b[i % kRing][3]);
+                    mma_m16n8k16_first<kBf16>(s[w] + 8 * n, aw, b[i % kRing][0], b[i % kRing][1]);
+                    mma_m16n8k16_first<kBf16>(s[w] + 8 * n + 4, aw, b[i % kRing][2], b[i % kRing][3]);
                 } else {
-                    mma_m16n8k16<kBf16, false>(s[w] + 8 * n, aw, b[i % kRing][0], b[i % kRing][1]);
-                    mma_m16n8k16<kBf16, false>(s[w] + 8 * n + 4, aw, b[i % kRing][2], b[i % kRing][3]);
+                    mma_m16n8k16<kBf16>(s[w] + 8 * n, aw, b[i % kRing][0], b[i % kRing][1]);
+                    mma_m16n8k16<kBf16>(s[w] + 8 * n + 4, aw, b[i % kRing][2], b[i % kRing][3]);
                 }
             }
         }
@@ -59,10 +58,9 @@ DEVICE void multiply_qk(float (&s)[kRowBlocks][kColumns / 2], const QueryFragmen
 // the chunk before it, where the tensor cores leave issue slots free. An accumulator pair of S is, once packed, an A register of P.
 template <bool kBf16, int kHeadDimV, int kRowBlocks, int kColumns, int kColumnsOut>
 DEVICE void multiply_pv(float (&o)[kRowBlocks][kColumnsOut / 2], const float (&s)[kRowBlocks][kColumns / 2],
-                        OnlineSoftmax<kRowBlocks, kColumns, kColumnsOut>& softmax, float scale, u32 v_smem, int lane) {
+                        OnlineSoftmax<kRowBlocks, kColumns, kColumnsOut>& softmax, float scale, u32 v_lane) {
     using Layout = TileLayout<kHeadDimV>;
     constexpr int kSteps = kColumns / 16, kBlocks = kColumnsOut / 16, kUnits = 4 * kRowBlocks;
-    const u32 v_lane = v_smem + Layout::lane_offset_by_rows(lane);
     u32 b[kRing][4], p[2][kRowBlocks][4];
     auto exponentiate = [&](int k, int unit) {   // one of the kUnits registers of chunk k
         const int w = unit / 4, e = unit % 4, r = e % 2;
@@ -81,8 +79,8 @@ DEVICE void multiply_pv(float (&o)[kRowBlocks][kColumnsOut / 2], const float (&s
             if (next < kSteps * kBlocks) ldmatrix_x4_trans(b[next % kRing], Layout::block(v_lane, next / kBlocks, next % kBlocks));
             #pragma unroll
             for (int w = 0; w < kRowBlocks; w++) {
-                mma_m16n8k16<kBf16, false>(o[w] + 8 * n, p[k % 2][w], b[i % kRing][0], b[i % kRing][1]);
-                mma_m16n8k16<kBf16, false>(o[w] + 8 * n + 4, p[k % 2][w], b[i % kRing][2], b[i % kRing][3]);
+                mma_m16n8k16<kBf16>(o[w] + 8 * n, p[k % 2][w], b[i % kRing][0], b[i % kRing][1]);
+                mma_m16n8k16<kBf16>(o[w] + 8 * n + 4, p[k % 2][w], b[i % kRing][2], b[i % kRing][3]);
             }
             #pragma unroll
             for (int unit = 0; unit < kUnits; unit++)

@@ -17,6 +17,11 @@ DEVICE int thread_index() {
     asm volatile("mov.u32 %0, %%tid.x;" : "=r"(t));
     return t;
 }
+// Keeps the compiler from computing a value again where it is used: one register for it instead of one for each of its parts.
+DEVICE u32 opaque(u32 x) {
+    asm volatile("" : "+r"(x));
+    return x;
+}
 DEVICE void cta_sync() { __syncthreads(); }
 DEVICE void warp_sync() { __syncwarp(); }
 DEVICE bool warp_any(bool predicate) { return __any_sync(~0u, predicate); }
@@ -49,6 +54,12 @@ DEVICE void st_shared(u32 address, const Chunk& c) {
     asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};"
                  :: "r"(address), "r"(c.word[0]), "r"(c.word[1]), "r"(c.word[2]), "r"(c.word[3]) : "memory");
 }
+DEVICE void st_shared_f32(u32 address, float value) { asm volatile("st.shared.f32 [%0], %1;" :: "r"(address), "f"(value) : "memory"); }
+DEVICE float ld_shared_f32(u32 address) {
+    float value;
+    asm volatile("ld.shared.f32 %0, [%1];" : "=f"(value) : "r"(address) : "memory");
+    return value;
+}
 DEVICE Chunk ld_shared_chunk(u32 address) {
     Chunk c;
     asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
@@ -73,18 +84,25 @@ DEVICE void ldmatrix_x4_trans(u32 (&r)[4], u32 address) {
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(address));
 }
 
-// d += a * b, or d = a * b with kFirst. a: 16x16 by rows, b: 16x8 by columns, d: 16x8 in fp32.
-template <bool kBf16, bool kFirst>
-DEVICE void mma_m16n8k16(float* d, const u32 (&a)[4], u32 b0, u32 b1) {
-    const float c0 = kFirst ? 0.f : d[0], c1 = kFirst ? 0.f : d[1], c2 = kFirst ? 0.f : d[2], c3 = kFirst ? 0.f : d[3];
+// d += a * b. a: 16x16 by rows, b: 16x8 by columns, d: 16x8 in fp32.
+template <bool kBf16>
+DEVICE void mma_m16n8k16(float* d, const u32* a, u32 b0, u32 b1) {
     if constexpr (kBf16)
-        asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%10, %11, %12, %13};"
-                     : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
-                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(c0), "f"(c1), "f"(c2), "f"(c3));
+        asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+                     : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
     else
-        asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%10, %11, %12, %13};"
-                     : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
-                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(c0), "f"(c1), "f"(c2), "f"(c3));
+        asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+                     : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+// d = a * b.
+template <bool kBf16>
+DEVICE void mma_m16n8k16_first(float* d, const u32* a, u32 b0, u32 b1) {
+    if constexpr (kBf16)
+        asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%10, %10, %10, %10};"
+                     : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(0.f));
+    else
+        asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%10, %10, %10, %10};"
+                     : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(0.f));
 }
 
 // Two fp32 values as one register of the element type, round to nearest even; `low` goes to the lower half.
@@ -105,7 +123,7 @@ DEVICE float max_f32(float a, float b) { return fmaxf(a, b); }
 DEVICE float fma_f32(float a, float b, float c) { return __fmaf_rn(a, b, c); }
 DEVICE float mul_f32(float a, float b) { return __fmul_rn(a, b); }   // never contracted into an fma
 DEVICE int float_bits(float x) { return __float_as_int(x); }
-DEVICE float bits_float(int x) { return __int_as_float(x); }
+DEVICE float bits_float(u32 x) { return __int_as_float((int)x); }
 DEVICE int max3_s32(int a, int b, int c) { return __vimax3_s32(a, b, c); }
 
 // Over the four lanes that hold one row of an accumulator fragment.

@@ -1,98 +1,120 @@
 // Online softmax in base 2 on mma accumulators (Milakov and Gimelshein 2018; FlashAttention-2, algorithm 1), with lazy rescaling.
 //
 // A row keeps a reference near its maximum; probabilities are exp2(score * scale - reference * scale). A step only tests, without
-// shuffles, that no score exceeds the reference by more than `slack` (2^8 in the probability: harmless in fp16 and in the fp32 sums).
+// shuffles, that no score exceeds the reference by more than kSlack (2^8 in the probability: harmless in fp16 and in the fp32 sums).
 // Otherwise the warp takes the exact path: new maximum, sums and outputs rescaled. The result is the same up to rounding, because
 // numerator and denominator share the reference.
 #pragma once
 #include "device/ptx.cuh"
 
-constexpr float kMinusInfinity = -__builtin_huge_valf();
-// From 2^22 on, reference * scale is rounded to more than 1/4: such rows always take the exact path and subtract before they multiply.
-constexpr float kHugeExponent = 4194304.f;
-constexpr float kHugePerSlack = kHugeExponent / 8.f;
+constexpr float kSlack = 8.f;
+// Two exponents fail the lazy test on purpose (exponent + kSlack < 0), so that their rows take the exact path in every step.
+// A row that has seen no key: this exponent never meets a finite score.
+constexpr float kEmptyExponent = -1e30f;
+// From |reference * scale| = 2^22 on, the product is rounded to more than 1/4: such a row subtracts its reference from the scores before
+// they are multiplied, and its probabilities carry a constant factor of 2^9 instead.
+constexpr float kHugeProduct = 4194304.f;
+constexpr float kHugeExponent = -9.f;
 
-// A thread holds rows r = 0 .. 2*kRowBlocks-1 of its warp's kRowBlocks 16-row blocks; kColumns is the tile's width.
-// Accumulator element (block w, column pair i, half r, e) is s[w][4*i + 2*r + e].
+DEVICE float minus_infinity() { return bits_float(0xff800000); }
+
+// A thread holds rows r = 0, 1 of each of its warp's kRowBlocks 16-row blocks. Element e of column pair i is s[w][4*i + 2*r + e].
 template <int kRowBlocks, int kColumns, int kColumnsOut>
 struct OnlineSoftmax {
     static constexpr int kPairs = kColumns / 8;
-    float reference[kRowBlocks][2];   // in score units; -inf: no finite score seen
-    float sum[kRowBlocks][2];         // this thread's columns only
-    float exponent[kRowBlocks][2];    // reference * scale, as the current step subtracts it
+    using Scores = float[kRowBlocks][kColumns / 2];
+    using Output = float[kRowBlocks][kColumnsOut / 2];
 
-    DEVICE OnlineSoftmax() {
+    float exponent[kRowBlocks][2];   // reference * scale, rounded, or one of the two above
+    float sum[kRowBlocks][2];        // over this thread's columns
+    u32 reference_smem;              // the block's references, which only the exact path and the epilogue read
+
+    DEVICE explicit OnlineSoftmax(u32 smem) : reference_smem(smem) {
+        const u32 references = thread_references();
         #pragma unroll
         for (int w = 0; w < kRowBlocks; w++)
             #pragma unroll
-            for (int r = 0; r < 2; r++) { reference[w][r] = kMinusInfinity; sum[w][r] = 0.f; }
+            for (int r = 0; r < 2; r++) {
+                exponent[w][r] = kEmptyExponent;
+                sum[w][r] = 0.f;
+                st_shared_f32(references + row_offset(w, r), minus_infinity());
+            }
     }
 
-    // Makes the step's scores ready for probability(): raises the reference where it must.
-    DEVICE void update(float (&s)[kRowBlocks][kColumns / 2], float (&o)[kRowBlocks][kColumnsOut / 2], float scale, float slack) {
+    // Makes the scores of a step ready for probability(). slack is kSlack / scale.
+    DEVICE void update(Scores& s, Output& o, float scale, float slack) {
         bool raise = false;
         #pragma unroll
         for (int w = 0; w < kRowBlocks; w++)
             #pragma unroll
-            for (int r = 0; r < 2; r++) raise |= exceeds(s[w], r, reference[w][r] + slack, slack);
-        if (warp_any(raise)) {
-            raise_reference(s, o, scale, slack);
-        } else {   // then every reference is an ordinary number
-            #pragma unroll
-            for (int w = 0; w < kRowBlocks; w++)
-                #pragma unroll
-                for (int r = 0; r < 2; r++) exponent[w][r] = mul_f32(reference[w][r], scale);
-        }
+            for (int r = 0; r < 2; r++) raise |= exceeds(s[w], r, (exponent[w][r] + kSlack) * (slack / kSlack));
+        if (warp_any(raise)) raise_references(s, o, scale);
     }
 
     DEVICE float probability(float score, float scale, int w, int r) const { return exp2_approx(fma_f32(score, scale, -exponent[w][r])); }
 
-private:
-    DEVICE static bool is_huge(float reference, float slack) { return !(fabsf(reference) < slack * kHugePerSlack); }
+    // log2 of what a row's sum has to be multiplied by to be the sum of exp2(score * scale).
+    DEVICE float log2_factor(u32 references, int w, int r, float scale) const {
+        const float reference = ld_shared_f32(references + row_offset(w, r));
+        return mul_f32(reference, scale) + (is_huge(reference, scale) ? kHugeExponent : 0.f);
+    }
 
-    // Integer order equals float order for positive numbers, and one 3-input maximum replaces two float ones. A limit that is negative, NaN,
-    // or huge answers true: the exact path is right for every row.
-    DEVICE static bool exceeds(const float (&s)[kColumns / 2], int r, float limit, float slack) {
+    // Where the thread's row (w, r) keeps its reference, in score units, -inf if it has seen no key: offset from thread_references().
+    DEVICE static u32 row_offset(int w, int r) { return 4 * (16 * w + 8 * r); }
+    DEVICE u32 thread_references() const {
+        const int thread = thread_index();
+        return reference_smem + 4 * (thread / 32 * (16 * kRowBlocks) + thread % 32 / 4);
+    }
+
+private:
+    // Integer order equals float order for positive numbers, and one 3-input maximum replaces two float ones. A limit that is
+    // negative or NaN answers true: the exact path is right for every row.
+    DEVICE static bool exceeds(const float (&s)[kColumns / 2], int r, float limit) {
         int top = float_bits(s[2 * r]);
         #pragma unroll
         for (int i = 0; i < kPairs; i++) top = max3_s32(top, float_bits(s[4 * i + 2 * r]), float_bits(s[4 * i + 2 * r + 1]));
-        const bool usable = (u32)float_bits(limit) < (u32)float_bits(slack * kHugePerSlack);
-        return top >= (usable ? float_bits(limit) : (int)0x80000000);
+        return top >= (limit >= 0.f ? float_bits(limit) : (int)0x80000000);
     }
 
-    DEVICE void raise_reference(float (&s)[kRowBlocks][kColumns / 2], float (&o)[kRowBlocks][kColumnsOut / 2], float scale, float slack) {
-        bool any_huge = false;
+    DEVICE void raise_references(Scores& s, Output& o, float scale) {
+        const u32 references = thread_references();
         #pragma unroll
         for (int w = 0; w < kRowBlocks; w++)
             #pragma unroll
             for (int r = 0; r < 2; r++) {
-                float top = s[w][2 * r];
-                #pragma unroll
-                for (int i = 0; i < kPairs; i++) top = max_f32(top, max_f32(s[w][4 * i + 2 * r], s[w][4 * i + 2 * r + 1]));
-                const float old = reference[w][r];
-                top = max_f32(old, quad_max(top));
-                const bool empty = top == kMinusInfinity, huge = !empty && is_huge(top, slack);
+                const u32 address = references + row_offset(w, r);
+                const float old = ld_shared_f32(address), top = max_f32(old, quad_max(row_max(s[w], r)));
+                const bool huge = is_huge(top, scale);
+                warp_sync();   // the four lanes of a row share the word: all have read it
+                st_shared_f32(address, top);
                 // The difference of the rounded products, because those are what probability() subtracts; huge ones differ first.
                 const float shift = huge ? mul_f32(old - top, scale) : mul_f32(old, scale) - mul_f32(top, scale);
-                const float correction = old == kMinusInfinity ? 0.f : exp2_approx(shift);
-                any_huge |= huge;
-                exponent[w][r] = empty || huge ? 0.f : mul_f32(top, scale);
-                reference[w][r] = top;
-                sum[w][r] *= correction;
-                #pragma unroll
-                for (int i = 0; i < kColumnsOut / 8; i++) { o[w][4 * i + 2 * r] *= correction; o[w][4 * i + 2 * r + 1] *= correction; }
+                const float factor = (is_huge(old, scale) ? kHugeExponent : 0.f) - (huge ? kHugeExponent : 0.f);
+                rescale(sum[w][r], o[w], r, old == minus_infinity() ? 0.f : exp2_approx(shift + factor));
+                exponent[w][r] = top == minus_infinity() ? kEmptyExponent : huge ? kHugeExponent : mul_f32(top, scale);
+                subtract(s[w], r, huge ? top : 0.f);
             }
-        if (warp_any(any_huge)) subtract_huge(s, slack);
     }
 
-    DEVICE void subtract_huge(float (&s)[kRowBlocks][kColumns / 2], float slack) const {
+    DEVICE static bool is_huge(float reference, float scale) {
+        return reference != minus_infinity() && !(fabsf(mul_f32(reference, scale)) < kHugeProduct);
+    }
+
+    DEVICE static float row_max(const float (&s)[kColumns / 2], int r) {
+        float top = s[2 * r];
         #pragma unroll
-        for (int w = 0; w < kRowBlocks; w++)
-            #pragma unroll
-            for (int r = 0; r < 2; r++) {
-                const float shift = reference[w][r] != kMinusInfinity && is_huge(reference[w][r], slack) ? reference[w][r] : 0.f;
-                #pragma unroll
-                for (int i = 0; i < kPairs; i++) { s[w][4 * i + 2 * r] -= shift; s[w][4 * i + 2 * r + 1] -= shift; }
-            }
+        for (int i = 0; i < kPairs; i++) top = max_f32(top, max_f32(s[4 * i + 2 * r], s[4 * i + 2 * r + 1]));
+        return top;
+    }
+
+    DEVICE static void rescale(float& row_sum, float (&o)[kColumnsOut / 2], int r, float correction) {
+        row_sum *= correction;
+        #pragma unroll
+        for (int i = 0; i < kColumnsOut / 8; i++) { o[4 * i + 2 * r] *= correction; o[4 * i + 2 * r + 1] *= correction; }
+    }
+
+    DEVICE static void subtract(float (&s)[kColumns / 2], int r, float shift) {
+        #pragma unroll
+        for (int i = 0; i < kPairs; i++) { s[4 * i + 2 * r] -= shift; s[4 * i + 2 * r + 1] -= shift; }
     }
 };

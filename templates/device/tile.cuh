@@ -38,13 +38,13 @@ struct TileLoader {
 
     u32 smem_offset;   // of the thread's chunk in its first row
     int row, chunk;
-    int global_offset;   // bytes from the tile's first row to the thread's chunk
+    u32 global_offset;   // bytes from the tile's first row to the thread's chunk; unsigned, so that it adds to a uniform base address
 
     DEVICE TileLoader(int thread, const GlobalRows& rows) {
         row = thread / kLanes;
         chunk = thread % kLanes;
         smem_offset = Layout::chunk_offset(row, chunk);
-        global_offset = row * (int)rows.row_stride + chunk * kChunkBytes;   // the host sends larger strides to the scalar variant
+        global_offset = row * (u32)rows.row_stride + chunk * kChunkBytes;   // negative and huge strides take the scalar variant
     }
 
     // Pass i of the tile at `smem`. `source` points at the tile's first row; rows from `rows_left` on are beyond the sequence and become zero.

@@ -3,9 +3,16 @@
 
 #define DEVICE __device__ __forceinline__
 
+#ifdef __CUDACC_RTC__   // NVRTC has no offsetof of its own; this is its front end's spelling
+#define OFFSETOF(type, field) __INTADDR__(&((type*)0)->field)
+#else
+#define OFFSETOF(type, field) __builtin_offsetof(type, field)
+#endif
+
 using u16 = unsigned short;
 using u32 = unsigned int;
 using u64 = unsigned long long;
+using i32 = int;
 using i64 = long long;
 
 // One 16-byte chunk: the unit of shared-memory rows, of cp.async and of the bank swizzle.
