@@ -1,0 +1,36 @@
+#!/usr/bin/env bash
+# Runs all kernel variants under compute-sanitizer and writes logs and a summary: bench/sanitize.sh [folder] [tool ...]
+set -euo pipefail
+cd "$(dirname "$0")/.."
+folder=${1:-bench/results/sanitizer}
+shift || true
+tools=("$@")
+[ ${#tools[@]} -gt 0 ] || tools=(memcheck initcheck)
+python=${PYTHON:-python3}
+export PYTHONPATH=$PWD CUFLASH_CACHE_DIR=${CUFLASH_CACHE_DIR:-$(mktemp -d)}
+
+mkdir -p "$folder"
+echo "== without a tool: right results, and kernels into the cache"
+"$python" tests/gpu/sanitizer_workload.py | tee "$folder/plain.log"
+
+failed=0
+{
+    echo "# compute-sanitizer"
+    echo
+    echo "$(date -u +%Y-%m-%d), commit $(git rev-parse --short HEAD 2>/dev/null || echo unknown), $(nvidia-smi --query-gpu=name,driver_version --format=csv,noheader | head -n 1), $(compute-sanitizer --version | grep -i version)."
+    echo "Workload: tests/gpu/sanitizer_workload.py, $(tail -n 1 "$folder/plain.log"), CuPy's memory pool off."
+    echo
+    echo "| tool | exit code | verdict |"
+    echo "|---|---|---|"
+} > "$folder/summary.md"
+for tool in "${tools[@]}"; do
+    echo "== $tool"
+    code=0
+    compute-sanitizer --tool "$tool" --error-exitcode 9 --log-file "$folder/$tool.log" \
+        "$python" tests/gpu/sanitizer_workload.py || code=$?
+    [ "$code" -eq 0 ] || failed=1
+    verdict=$(grep -h "SUMMARY" "$folder/$tool.log" | tail -n 1 | sed 's/^=* *//' || true)
+    echo "| $tool | $code | ${verdict:-no summary} |" >> "$folder/summary.md"
+done
+cat "$folder/summary.md"
+exit "$failed"
