@@ -1,7 +1,7 @@
 """From a rendered kernel to a shared library that runs it on the CPU.
 
-The kernel's text and headers are compiled by g++ as they are, except that ``device/ptx.cuh`` is the emulated one of this folder.
-Libraries are kept in a folder of the user's temporary directory, under a hash of everything that went into them.
+The kernel's text and headers are compiled by g++ as they are, except that ``device/ptx.cuh`` is the emulated one of
+this folder. Libraries are kept in a folder of the user's temporary directory, under a hash of all that went into them.
 """
 
 from __future__ import annotations

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import operator
 import struct
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection
+from dataclasses import dataclass, field, replace
 from unittest import mock
 
 import numpy as np
@@ -19,7 +20,7 @@ from cuflash.problem import AttentionProblem
 from cuflash.render import Source, render
 from cuflash.request import Causal, Request
 from tests.emulation.build import build
-from tests.emulation.tensors import Tensor, allocate
+from tests.emulation.tensors import Tensor
 
 SABOTAGE = ("no_wait", "no_block_barrier", "no_warp_barrier")
 """Instructions that the emulator can be told to ignore."""
@@ -50,11 +51,19 @@ class Launch(ctypes.Structure):
 
 @dataclass
 class Report:
-    """What a run did: faults by kind, each with its number and the first one in words; instructions by name; bytes read by tensor."""
+    """What a run did.
+
+    ``faults``: for each kind how many, and the first in words. ``counts``: instructions of a warp, by name.
+    ``bytes_read``: from global memory, by tensor.
+    """
 
     faults: dict[str, tuple[int, str]] = field(default_factory=dict)
     counts: dict[str, int] = field(default_factory=dict)
     bytes_read: dict[str, int] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        faults = [f"{kind}: {times} times, first: {first}" for kind, (times, first) in self.faults.items()]
+        return "\n".join([*faults, f"instructions: {self.counts}", f"bytes read: {self.bytes_read}"])
 
     def add(self, text: str) -> None:
         for line in text.splitlines():
@@ -73,6 +82,9 @@ class Timing:
     late: bool = False
     seed: int = 0
     ignore: str = ""
+
+
+EARLY = Timing()
 
 
 @dataclass(frozen=True)
@@ -99,24 +111,49 @@ class Emulator:
             writes = None if t.writes is None else ctypes.c_void_p(t.writes.ctypes.data)
             base, elements = ctypes.c_void_p(t.extent.ctypes.data), ctypes.c_void_p(t.elements.ctypes.data)
             counter = ctypes.byref(reads, i * ctypes.sizeof(ctypes.c_long))
-            self._library.emulation_tensor(name.encode(), base, ctypes.c_long(t.extent.nbytes), elements, writes, counter)
+            nbytes = ctypes.c_long(t.extent.nbytes)
+            self._library.emulation_tensor(name.encode(), base, nbytes, elements, writes, counter)
         report.add(self._library.emulation_run(ctypes.byref(launch)).decode())
         for name, count in zip(tensors, reads, strict=True):
             report.bytes_read[name] = report.bytes_read.get(name, 0) + count
 
 
+@dataclass(frozen=True)
+class Mutation:
+    """A fault put into the kernel on purpose: `old` becomes `new` in `header`, or in the kernel's own text ("")."""
+
+    header: str
+    old: str
+    new: str
+
+    def apply(self, source: Source) -> Source:
+        text = source.headers[self.header] if self.header else source.text
+        assert self.old in text, f"{self.header or source.symbol} has no {self.old!r}: write the mutation anew"
+        text = text.replace(self.old, self.new)
+        if not self.header:
+            return replace(source, text=text)
+        return replace(source, headers={**source.headers, self.header: text})
+
+
 @functools.cache
-def emulator_for(problem: AttentionProblem, config: KernelConfig) -> Emulator:
-    return Emulator(render(problem, config))
+def emulator_for(problem: AttentionProblem, config: KernelConfig, mutation: Mutation | None = None) -> Emulator:
+    source = render(problem, config)
+    return Emulator(mutation.apply(source) if mutation else source)
 
 
 def _plan(request: Request, problem: AttentionProblem, config: KernelConfig) -> jit.CallPlan:
     """The product's own plan of a call, of a device that has `problem.arch` and a kernel that needs no loading."""
     loaded = mock.Mock(problem=problem, config=config)
-    with mock.patch.object(jit, "kernel_for", return_value=loaded), mock.patch.object(
-        jit, "device_arch", return_value=ARCHES[problem.arch]
+    with (
+        mock.patch.object(jit, "kernel_for", return_value=loaded),
+        mock.patch.object(jit, "device_arch", return_value=ARCHES[problem.arch]),
     ):
         return jit.make_plan(request)
+
+
+def _blocks(grid: tuple[int, int, int]) -> list[tuple[int, int, int]]:
+    """All blocks in the order in which a GPU starts them."""
+    return [(x, y, z) for z, y, x in np.ndindex(*grid[::-1])]
 
 
 def forward(
@@ -126,8 +163,9 @@ def forward(
     scale: float | None = None,
     config: KernelConfig | None = None,
     arch: str = "sm_90",
-    timing: Timing = Timing(),
-    blocks: Sequence[tuple[int, int, int]] | None = None,
+    timing: Timing = EARLY,
+    mutation: Mutation | None = None,
+    blocks: Collection[tuple[int, int, int]] | None = None,
 ) -> Result:
     """One attention call in the emulator.
 
@@ -140,8 +178,9 @@ def forward(
     config : KernelConfig, optional
         In place of the tuned one for ``arch``.
     timing : Timing
-    blocks : sequence of (x, y, z), optional
-        Only these blocks of every launch's grid.
+    mutation : Mutation, optional
+    blocks : collection of (x, y, z), optional
+        Run only these blocks, in each launch whose grid has them.
     """
     inputs = [tensors[name].view for name in ("q", "k", "v")]
     request = make_request(
@@ -153,10 +192,10 @@ def forward(
     report = Report()
     pointers = [tensors[name].address if name in tensors else 0 for name in ("q", "k", "v", "out", "lse")]
     for extent, tail in plan.launches:
-        emulator = emulator_for(problem, config)
+        emulator = emulator_for(problem, config, mutation)
         block = struct.pack("<5Q", *pointers) + tail
         assert len(block) == emulator.parameter_bytes
-        chosen = [(x, y, z) for z, y, x in np.ndindex(*extent[::-1])] if blocks is None else blocks
+        chosen = _blocks(extent) if blocks is None else [b for b in blocks if all(map(operator.lt, b, extent))]
         launch = Launch(
             block,
             (Coordinates * len(chosen))(*(Coordinates(*c) for c in chosen)),

@@ -1,4 +1,4 @@
-"""Arrays as the emulator hands them to a kernel: with an exact extent, any strides, the least alignment, and poison around elements."""
+"""Arrays as kernels get them: with an exact extent, any strides, the least alignment, and poison between elements."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
 DTYPES = {"float16": np.dtype(np.float16), "bfloat16": np.dtype(ml_dtypes.bfloat16), "float32": np.dtype(np.float32)}
+MAP_NORESERVE = 0x4000
+"""Linux; a name in Python's mmap since 3.13 only."""
 SPARSE_BYTES = 1 << 28
 """From here on memory is reserved and not touched, so gaps hold zeros in place of poison."""
 
@@ -19,8 +21,8 @@ SPARSE_BYTES = 1 << 28
 class Tensor:
     """An array in (batch, heads, seq, dim) order, or LSE in (batch, heads, seq) order, whatever its memory order is.
 
-    ``extent`` is the memory from its lowest to its highest element, as bytes; ``elements`` marks those that belong to an
-    element; ``writes`` counts how often the kernel wrote each (None: an input).
+    ``extent`` is the memory from its lowest to its highest element, as bytes; ``elements`` marks those that belong to
+    an element; ``writes`` counts how often the kernel wrote each (None: an input).
     """
 
     view: np.ndarray
@@ -46,7 +48,7 @@ class Tensor:
 def _reserve(nbytes: int) -> np.ndarray:
     if nbytes < SPARSE_BYTES:
         return np.zeros(nbytes, np.uint8)
-    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_NORESERVE)
+    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE)
     return np.frombuffer(memory, np.uint8)
 
 
@@ -58,7 +60,7 @@ def _aligned(nbytes: int, align: int) -> np.ndarray:
 
 
 def dense_strides(shape: Sequence[int], order: Sequence[int], pad: Sequence[int] = ()) -> tuple[int, ...]:
-    """Strides in elements of an array whose axes lie in memory in `order` (outermost first), each axis rounded up by `pad` elements."""
+    """Strides in elements: axes lie in memory in `order`, outermost first, each with room for `pad` more."""
     strides, step = [0] * len(shape), 1
     for axis in reversed(order):
         strides[axis] = step
@@ -98,7 +100,14 @@ def allocate(shape: Sequence[int], strides: Sequence[int], dtype: str, *, align:
     return Tensor(strided(extent, kind), extent, elements, _reserve(elements.nbytes) if output else None)
 
 
-def place(values: np.ndarray, dtype: str, *, order: Sequence[int] = (0, 2, 1, 3), strides: Sequence[int] | None = None, align: int = 16) -> Tensor:
+def place(
+    values: np.ndarray,
+    dtype: str,
+    *,
+    order: Sequence[int] = (0, 2, 1, 3),
+    strides: Sequence[int] | None = None,
+    align: int = 16,
+) -> Tensor:
     """An input with these values; along an axis with stride 0 the first ones count."""
     strides = dense_strides(values.shape, order) if strides is None else strides
     tensor = allocate(values.shape, strides, dtype, align=align)

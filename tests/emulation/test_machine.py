@@ -1,4 +1,4 @@
-"""The emulator itself: its instructions against their definition, and one small kernel for every fault that it must see."""
+"""The emulator itself: its instructions against their definition, and a small kernel for every fault it must see."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from cuflash.kernels import select_config
 from cuflash.problem import AttentionProblem
 from cuflash.render import Source, render, template_root
 from tests.emulation.build import HERE, REPLACED, compiler
-from tests.emulation.launch import Coordinates, Emulator, Launch, Report, Timing
+from tests.emulation.launch import EARLY, Coordinates, Emulator, Launch, Report, Timing
 from tests.emulation.tensors import Tensor, allocate, place
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="the CPU emulation needs g++")
@@ -30,7 +30,7 @@ extern "C" __global__ void probe(const __grid_constant__ Params p) {{
 """
 
 
-def probe(body: str, given: Tensor, out: Tensor, threads: int = 64, timing: Timing = Timing()) -> Report:
+def probe(body: str, given: Tensor, out: Tensor, threads: int = 64, timing: Timing = EARLY) -> Report:
     problem = AttentionProblem(64, 64, "float16", "full", 16, False, "sm_90")
     headers = render(problem, select_config(problem)).headers
     emulator = Emulator(Source(KERNEL.format(body=body), headers, "probe", (), "sm_90"))
@@ -69,7 +69,8 @@ def test_rounding_to_elements(bf16: bool) -> None:
     every = every[np.isfinite(every)]
     with np.errstate(over="ignore"):
         ties = (every[:-1].astype(np.float64) + every[1:]).astype(np.float32) / 2
-        cases = np.concatenate([every, ties, rng.standard_normal(5000, np.float32) * 1e-6, [np.inf, -np.inf, 65519.9, 65520.0]])
+        small = rng.standard_normal(5000, np.float32) * 1e-6
+        cases = np.concatenate([every, ties, small, [np.inf, -np.inf, 65519.9, 65520.0]])
     cases = np.resize(cases.astype(np.float32), -(-len(cases) // 64) * 64)
     given, out = words(cases), blank(len(cases))
     body = f"""
@@ -90,7 +91,7 @@ COPY_IN = """
 @pytest.mark.parametrize("bf16", [True, False], ids=["bf16", "f16"])
 @pytest.mark.parametrize("transposed", [True, False], ids=["trans", "plain"])
 def test_matrix_product(transposed: bool, bf16: bool, timing: Timing) -> None:
-    """A B + A B, with A (16 x 16) and B (16 x 8) from shared memory by ldmatrix; B stands there by rows or by columns."""
+    """A B + A B, with A (16 x 16) and B (16 x 8) from shared memory by ldmatrix; B lies there by rows or by columns."""
     kind = np.dtype(ml_dtypes.bfloat16 if bf16 else np.float16)
     rng = np.random.default_rng(3)
     a, b = rng.standard_normal((16, 16)).astype(kind), rng.standard_normal((16, 8)).astype(kind)
@@ -108,7 +109,8 @@ def test_matrix_product(transposed: bool, bf16: bool, timing: Timing) -> None:
         {"ldmatrix_x4_trans" if transposed else "ldmatrix_x4"}(b, smem + 512 + lane * 16);
         mma_m16n8k16_first<{flag}>(d, a, b[0], b[1]);
         mma_m16n8k16<{flag}>(d, a, b[0], b[1]);
-        for (int i = 0; i < 4; i++) st_global(p.out + 4 * (8 * (lane / 4 + 8 * (i / 2)) + 2 * (lane % 4) + i % 2), d[i]);
+        for (int i = 0; i < 4; i++)
+            st_global(p.out + 4 * (8 * (lane / 4 + 8 * (i / 2)) + 2 * (lane % 4) + i % 2), d[i]);
     }}"""
     assert not probe(body, given, out, timing=timing).faults
     assert out.unwritten() == 0
@@ -132,9 +134,15 @@ PUT = "st_shared(smem + 4 * t, (u32)t);"
 GET = "ld_shared_f32(smem + 4 * (63 - t));"
 COPY = "cp_async<16, true>(smem + 16 * t, p.in + 16 * t, 16, true); cp_async_commit();"
 FAULTS = {
-    "shared access out of range": ["st_shared(smem + 4096 - 4 * 63 + 4 * t, 0u);", "cp_async<16, true>(smem + 4088 + 8, p.in, 16, t == 0);"],
-    "misaligned shared access": ["ld_shared_chunk(smem + 8);", "if (t < 32) { u32 r[4]; ldmatrix_x4(r, smem + 16 * lane + 8); }"],
-    "uninitialised shared read": ["ld_shared_f32(smem);", "st_shared(smem + 4 * t, 0u); cta_sync(); ld_shared_chunk(smem + 256);"],
+    "shared access out of range": [
+        "st_shared(smem + 4096 - 4 * 63 + 4 * t, 0u);",
+        "cp_async<16, true>(smem + 4088 + 8, p.in, 16, t == 0);",
+    ],
+    "misaligned shared access": ["ld_shared_chunk(smem + 8);", "u32 r[4]; ldmatrix_x4(r, smem + 16 * lane + 8);"],
+    "uninitialised shared read": [
+        "ld_shared_f32(smem);",
+        "st_shared(smem + 4 * t, 0u); cta_sync(); ld_shared_chunk(smem + 256);",
+    ],
     "shared race": [
         f"{PUT} {GET}",  # no block barrier
         f"{PUT} warp_sync(); {GET}",
@@ -149,15 +157,23 @@ FAULTS = {
         "ld_global_u16(p.in + 4096);",
         "ld_global_u16(p.in - 2);",
         "st_global(p.out + 252 + 4 * t, 1.f);",
-        "cp_async<16, true>(smem + 16 * t, p.in + 16 * t + 3088, 16, true); cp_async_wait<0>();",  # the last one ends 16 bytes beyond
+        COPY.replace("p.in", "p.in + 3088"),  # the last one ends 16 bytes beyond
     ],
-    "misaligned global access": ["cp_async<16, true>(smem, p.in + 8, 16, t == 0); cp_async_wait<0>();", "ld_global_u16(p.in + 1);"],
+    "misaligned global access": [
+        "cp_async<16, true>(smem, p.in + 8, 16, t == 0); cp_async_wait<0>();",
+        "ld_global_u16(p.in + 1);",
+    ],
     "store to an input": ["st_global((void*)p.in, (u32)t);"],
     "written twice": ["st_global(p.out, (u32)t);"],
     "ldmatrix bank conflict": [
-        f"for (int i = 0; i < 4; i++) {COPY.replace('smem', 'smem + 1024 * i')} cp_async_wait<0>(); cta_sync(); u32 r[4]; ldmatrix_x4(r, smem + 128 * (lane % 8));"
+        f"""for (int i = 0; i < 4; i++) {COPY.replace("smem", "smem + 1024 * i")}
+        cp_async_wait<0>(); cta_sync(); u32 r[4]; ldmatrix_x4(r, smem + 128 * (lane % 8));"""
     ],
-    "divergence": ["if (lane < 16) warp_any(true); else warp_sync();", "if (lane) cta_sync();", "if (lane == 5) quad_sum(1.f);"],
+    "divergence": [
+        "if (lane < 16) warp_any(true); else warp_sync();",
+        "if (lane) cta_sync();",
+        "if (lane == 5) quad_sum(1.f);",
+    ],
     "deadlock": ["if (warp == 0) cta_sync();"],
     "copy in flight at the end": [COPY],
     "runaway": ["while (true) warp_sync();"],
@@ -173,12 +189,15 @@ def test_faults_are_seen(kind: str, body: str) -> None:
 
 
 def test_gaps_between_elements_are_out_of_bounds() -> None:
-    """B-059: a vector load that runs over a row's end is a fault even inside the allocation; so is a store that would hit a gap."""
+    """B-059: a vector access that runs over a row's end is a fault even inside the allocation."""
     given = place(np.zeros((1, 1, 8, 24)), "float16", strides=(0, 0, 32, 1))
     out = allocate((1, 1, 8, 24), (512, 256, 32, 1), "float16", align=16, output=True)
-    assert "global access between elements" in probe("cp_async<16, true>(smem, p.in + 48, 16, t == 0); cp_async_wait<0>();", given, out).faults
-    assert "global access between elements" in probe("if (t == 0) st_global(p.out + 48, 0u);", given, out).faults
-    assert "global access out of range" in probe("if (t == 0) st_global(p.out + 512 - 16, 0u);", given, out).faults
+    for body, kind in (
+        ("cp_async<16, true>(smem, p.in + 48, 16, t == 0);", "global access between elements"),
+        ("if (t == 0) st_global(p.out + 48, 0u);", "global access between elements"),
+        ("if (t == 0) st_global(p.out + 512 - 16, 0u);", "global access out of range"),
+    ):
+        assert kind in probe(body, given, out).faults
 
 
 ORDERED = [
@@ -187,7 +206,7 @@ ORDERED = [
     "st_shared(smem + 4 * t, (u32)t); warp_sync(); ld_shared_f32(smem + 4 * (t ^ 1));",
     f"{COPY} cp_async_wait<0>(); cta_sync(); {GET}",
     f"{COPY} {COPY.replace('smem', 'smem + 1024')} cp_async_wait<1>(); cta_sync(); {GET} cp_async_wait<0>();",
-    "cp_async<16, true>(smem + 16 * t, p.in + 4080 + 16, 0, true); cp_async_commit(); cp_async_wait<0>();",  # reads nothing: zeros only
+    f"{COPY.replace('p.in', 'p.in + 4096').replace(', 16, true', ', 0, true')} cp_async_wait<0>();",  # reads nothing
     "st_shared(smem, 7u);",  # all write the same
 ]
 
@@ -208,4 +227,3 @@ def test_late_copies_are_late() -> None:
     probe(body, given, early, timing=Timing(False))
     probe(body, given, late, timing=Timing(True))
     assert (early.view == 5.0).all() and np.isnan(late.view).all()
-

@@ -73,6 +73,7 @@ void vote(Lanes lanes) {
 }
 
 void shuffle(Lanes lanes) {
+    machine.counts["shuffles"]++;
     for (int i = 0; i < kWarpSize; i++) {
         Shuffle& o = of<Shuffle>(lanes[i]);
         o.result = of<Shuffle>(lanes[i ^ o.mask]).value;

@@ -8,6 +8,7 @@
 DEVICE unsigned char* dynamic_smem() { return emulation::shared_memory(); }
 DEVICE u32 smem_address(const void* p) { return (u32)((const unsigned char*)p - emulation::shared_memory()); }
 DEVICE int thread_index() { return (int)threadIdx.x; }
+DEVICE u32 opaque(u32 x) { return x; }
 DEVICE void cta_sync() { emulation::block_barrier(); }
 DEVICE void warp_sync() { emulation::warp_barrier(); }
 DEVICE bool warp_any(bool predicate) { return emulation::vote_any(predicate); }
@@ -54,7 +55,7 @@ DEVICE float flush_subnormal(float x) { return fabsf(x) < __FLT_MIN__ ? copysign
 DEVICE float exp2_approx(float x) { return flush_subnormal(exp2f(flush_subnormal(x))); }
 DEVICE float log2_approx(float x) { return flush_subnormal(log2f(flush_subnormal(x))); }
 DEVICE float rcp_approx(float x) { return flush_subnormal(1.f / flush_subnormal(x)); }
-DEVICE float max_f32(float a, float b) { return fmaxf(a, b); }
+DEVICE float max_f32(float a, float b) { return a == 0.f && b == 0.f ? a + b : fmaxf(a, b); }   // +0 is above -0; a NaN loses
 DEVICE float fma_f32(float a, float b, float c) { return fmaf(a, b, c); }
 DEVICE float mul_f32(float a, float b) {
     float product = a * b;

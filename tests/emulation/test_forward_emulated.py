@@ -1,0 +1,417 @@
+"""The forward kernel's rendered text, executed on the CPU by instruction: numbers, memory accesses and races.
+
+All but NVRTC and the launch itself is the product's own: checks, problem, config, render, plan, parameter block.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from cuflash.arch.sm80 import FORWARD, Row
+from cuflash.config import KernelConfig
+from tests.emulation.build import compiler
+from tests.emulation.cases import BHSD, BSHD, Case, assert_clean, assert_right, check, edge_lengths, run
+from tests.emulation.launch import SABOTAGE, Mutation, Result, Timing, forward
+from tests.emulation.tensors import allocate, place
+from tests.oracle import oracle
+
+pytestmark = pytest.mark.skipif(compiler() is None, reason="the CPU emulation needs g++")
+
+CAUSAL = (False, "bottom_right", "top_left")
+TYPES = ("bfloat16", "float16")
+
+
+def row_name(row: Row) -> str:
+    return f"{row.arches[0]}-d{row.head_dim}-{row.config.label}"
+
+
+def lengths_of(config: KernelConfig) -> tuple[int, int]:
+    """Two query tiles and four key tiles, the last of each cut."""
+    return config.block_m + 17, 3 * config.block_n + 5
+
+
+# ---- every config, head dim and access width
+
+
+@pytest.mark.parametrize("index", range(len(FORWARD)), ids=[row_name(row) for row in FORWARD])
+def test_tuned_configs(index: int) -> None:
+    """Each row of the tuning table once, dtypes and masks in turn."""
+    row = FORWARD[index]
+    dims, dtype = (row.head_dim, row.head_dim), TYPES[index % 2]
+    check(Case(lengths_of(row.config), dims, (3, 1), dtype=dtype, causal=CAUSAL[index % 3], arch=row.arches[0]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("causal", CAUSAL)
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("row", FORWARD, ids=row_name)
+def test_tuned_configs_in_full(row: Row, dtype: str, causal: str) -> None:
+    d = row.head_dim
+    for dims in ((d, d), (d - 24, d), (d, d - 56)):
+        for rise in (1.0, 30.0):
+            check(Case(lengths_of(row.config), dims, (3, 1), 2, dtype, causal, arch=row.arches[-1], rise=rise))
+
+
+@pytest.mark.parametrize("stages", [3, 4])
+def test_more_stages(stages: int) -> None:
+    config = KernelConfig("forward_sm80", 64, 16, 4, stages, 2, 1)
+    for nk in (1, 16, 33, 100):
+        check(Case((70, nk), (48, 64), causal="bottom_right", config=config))
+
+
+@pytest.mark.parametrize(
+    "dims",
+    [(8, 8), (40, 40), (72, 72), (80, 80), (96, 96), (112, 112), (160, 160), (192, 128), (64, 256), (256, 8)],
+    ids=str,
+)
+def test_head_dims(dims: tuple[int, int]) -> None:
+    """Multiples of 8 take 16-byte accesses whether or not they fill a k-step (B-103, B-104)."""
+    result = check(Case((77, 150), dims, dtype="float16", causal="bottom_right"))
+    assert result.problem.access_bytes == 16
+
+
+@pytest.mark.parametrize(
+    ("width", "dims"),
+    [
+        (8, (36, 36)),
+        (8, (100, 64)),
+        (4, (34, 34)),
+        (4, (66, 130)),
+        (2, (1, 1)),
+        (2, (3, 250)),
+        (2, (255, 255)),
+        (2, (255, 1)),
+    ],
+)
+def test_odd_head_dims(width: int, dims: tuple[int, int]) -> None:
+    result = check(Case((77, 150), dims, causal="top_left"))
+    assert result.problem.access_bytes == width
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("d", range(1, 257))
+def test_every_head_dim(d: int) -> None:
+    dv = 1 + d * 101 % 256  # a permutation of 1 .. 256
+    arch = ("sm_90", "sm_80", "sm_86")[d // 3 % 3]
+    check(Case((77, 150), (d, dv), dtype=TYPES[d % 2], causal=CAUSAL[d % 3], arch=arch))
+
+
+@pytest.mark.parametrize(
+    ("change", "width"),
+    [
+        ({"order": BHSD}, 16),
+        ({"pad": (0, 0, 0, 8)}, 16),
+        ({"flip": (True, True, False, False), "batch": 2}, 16),
+        ({"shared": (True, True, False, False), "batch": 2, "heads": (4, 2)}, 16),
+        ({"pad": (0, 0, 0, 4)}, 8),
+        ({"align": 8}, 8),
+        ({"pad": (0, 0, 0, 2)}, 4),
+        ({"align": 4}, 4),
+        ({"pad": (0, 0, 0, 1)}, 2),
+        ({"align": 2}, 2),
+        ({"order": (0, 1, 3, 2)}, 2),
+        ({"order": (3, 2, 1, 0), "batch": 2}, 2),
+        ({"flip": (True, True, True, False), "batch": 2}, 2),
+        ({"flip": (False, True, False, True)}, 2),
+        ({"shared": (False, False, True, True)}, 2),
+    ],
+    ids=str,
+)
+def test_strides_choose_the_access_width(change: dict, width: int) -> None:
+    """B-050, B-052, B-055, B-059: tensors end with their last element, and are aligned no better than they must be."""
+    case = replace(Case((100, 75), (64, 40), dtype="float16", causal="bottom_right"), **change)
+    assert check(case).problem.access_bytes == width
+
+
+@pytest.mark.parametrize("causal", CAUSAL)
+def test_lengths_around_tile_edges(causal: str) -> None:
+    config = KernelConfig("forward_sm80", 64, 32, 4, 2, 2, 2)
+    for lengths in edge_lengths(config):
+        check(Case(lengths, (32, 32), causal=causal, config=config))
+
+
+@pytest.mark.parametrize("lengths", [(0, 5), (5, 0), (0, 0)])
+@pytest.mark.parametrize("causal", CAUSAL)
+def test_empty_inputs_launch_nothing(lengths: tuple[int, int], causal: str) -> None:
+    """B-028: the caller fills the rows of a call without keys."""
+    _, result = run(Case(lengths, causal=causal))
+    assert result.plan.launches == () and result.plan.dead == (lengths == (5, 0))
+
+
+def test_rows_that_see_no_key() -> None:
+    """B-002, B-011: 0 and -inf, in tiles with other rows, in warps that skip a tile, and in tiles without any key."""
+    case = Case((300, 75), (64, 64), dtype="float16", causal="bottom_right")
+    for timing in (Timing(False, 1), Timing(True, 2)):
+        tensors, result = run(case, timing)
+        assert_clean(tensors, result)
+        assert not tensors["out"].view[:, :, :225].view(np.uint16).any()
+        assert np.isneginf(tensors["lse"].view[:, :, :225]).all()
+        assert_right(case, tensors)
+
+
+@pytest.mark.parametrize(("heads", "batch"), [((1, 1), 3), ((7, 1), 1), ((6, 2), 2), ((28, 4), 1), ((5, 5), 2)])
+@pytest.mark.parametrize("causal", [False, "top_left"])
+def test_head_groups(heads: tuple[int, int], batch: int, causal: str) -> None:
+    """B-067, B-068: also groups that are no powers of two; more heads than a section of the grid."""
+    check(Case((33, 70), (32, 32), heads, batch, causal=causal))
+
+
+def test_lse_is_optional() -> None:
+    case = Case((150, 70), (64, 64), want_lse=False)
+    without, _ = run(case)
+    with_lse, _ = run(replace(case, want_lse=True), inputs={name: without[name] for name in "qkv"})
+    assert_right(case, without)
+    assert without["out"].view.tobytes() == with_lse["out"].view.tobytes()
+
+
+# ---- the softmax: exact path, scales, extreme values
+
+
+def exact_share(result: Result, steps: int) -> float:
+    """The share of its key tiles for which a warp took the exact path, which has as many shuffles as the epilogue."""
+    row_blocks = result.config.block_m // result.config.warps // 16
+    blocks = math.prod(result.plan.launches[0][0])
+    per_warp = result.report.counts["shuffles"] / (4 * row_blocks * result.config.warps * blocks)
+    return (per_warp - 1) / steps
+
+
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (256, 256)], ids=str)
+@pytest.mark.parametrize("dtype", TYPES)
+def test_rising_scores_take_the_exact_path(dims: tuple[int, int], dtype: str) -> None:
+    result = check(Case((128, 1024), dims, (1, 1), dtype=dtype, rise=30.0))
+    assert exact_share(result, 1024 // result.config.block_n) > 0.6
+
+
+def test_falling_scores_take_the_lazy_path() -> None:
+    result = check(Case((128, 1024), (64, 64), (1, 1), rise=1 / 30))
+    steps = 1024 // result.config.block_n
+    assert exact_share(result, steps) == 1 / steps, "the first step only"
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.125, -3.0, 1e-3, 4.0, 1e-35, -1e-35, 1e-38, 1e30, 1e-45])
+def test_scales(scale: float) -> None:
+    """B-130: the scale is a run-time parameter. Zero: the mean of the visible values."""
+    check(Case((40, 150), (64, 64), dtype="float16", causal="bottom_right", scale=scale))
+
+
+def filled(shape: tuple[int, ...], value: float) -> np.ndarray:
+    return np.full(shape, value)
+
+
+@pytest.mark.parametrize("size", [133120.0, -133120.0, 3e15])
+def test_huge_equal_inputs(size: float) -> None:
+    """B-010: one key, so the output is its value, bit for bit, however large the score."""
+    for keys in (1, 70):
+        case = Case((20, keys), (64, 64))
+        values = {name: filled(x.shape, size) for name, x in case.values().items()}
+        tensors, result = run(case, Timing(late=True), case.inputs(values))
+        assert_clean(tensors, result)
+        assert (tensors["out"].view == tensors["v"].view[0, 0, 0, 0]).all()
+
+
+@pytest.mark.parametrize("score", [-5e4, -524288.0, -1e30, 1e30])
+def test_huge_scores_are_no_sentinel(score: float) -> None:
+    """B-007, B-008: softmax of the real scores, never zeros; differences between huge scores count."""
+    case = Case((40, 150), (64, 64), (1, 1), scale=1.0)
+    values = case.values()
+    values["q"][...], values["k"][...] = 0.0, 0.0
+    values["q"][..., 0] = abs(score) ** 0.5
+    values["k"][..., 0] = np.sign(score) * abs(score) ** 0.5
+    values["q"][..., 1], values["k"][..., 1] = 1.0, np.random.default_rng(1).standard_normal(values["k"].shape[:3])
+    check(case, case.inputs(values))
+
+
+@pytest.mark.parametrize("spread", [1e3, 1e10, 1e18])
+def test_scores_of_all_sizes(spread: float) -> None:
+    """Rows with tiny, ordinary and huge scores share a warp, and rise over many powers of ten."""
+    case = Case((64, 300), (64, 64), dtype="bfloat16", causal="bottom_right", rise=spread)
+    values = case.values()
+    values["q"] *= np.geomspace(1 / spread, 1.0, 64)[:, None]
+    check(case, case.inputs(values))
+
+
+def test_single_key_is_copied() -> None:
+    case = Case((50, 1), (40, 40), (4, 2), 2, "float16")
+    tensors, result = run(case)
+    assert_clean(tensors, result)
+    assert np.array_equal(tensors["out"].view, np.broadcast_to(tensors["v"].view.repeat(2, axis=1), case.out_shape))
+
+
+def test_equal_scores_give_the_mean() -> None:
+    """B-077: q = 0 and V = 1 give exactly 1, at lengths that fill no tile."""
+    for keys in (16, 63, 64, 65, 200):
+        case = Case((20, keys), (64, 64), dtype="float16")
+        values = {name: filled(x.shape, float(name == "v")) for name, x in case.values().items()}
+        tensors, result = run(case, inputs=case.inputs(values))
+        assert_clean(tensors, result)
+        assert (tensors["out"].view == 1).all()
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_non_finite_keys_reach_only_rows_that_see_them(bad: float) -> None:
+    """B-001: what a mask hides has no influence; what a row sees reaches it as in float64."""
+    case = Case((200, 200), (64, 64), (1, 1), causal="bottom_right")
+    values = case.values()
+    values["k"][:, :, 130, 3] = bad
+    inputs = case.inputs(values)
+    check(case, inputs)
+    assert np.isnan(oracle(*(inputs[name].view for name in "qkv"), causal=case.causal)[0]).any()
+
+
+def test_nan_values_stay_within_their_tile() -> None:
+    """A NaN in V reaches the rows that see it, and at most other rows of query tiles that load its key tile."""
+    case = Case((200, 200), (64, 64), (1, 1), causal="bottom_right")
+    clean, _ = run(case)
+    values = case.values()
+    values["v"][:, :, 199, 5] = np.nan
+    tensors, result = run(case, Timing(late=True), case.inputs(values))
+    assert_clean(tensors, result)
+    assert tensors["out"].view[:, :, :128].tobytes() == clean["out"].view[:, :, :128].tobytes()
+    assert np.isnan(tensors["out"].view[0, 0, 199, 5]) and not np.isnan(tensors["lse"].view).any()
+
+
+def test_all_scores_minus_infinity() -> None:
+    """Such a row is like one that sees no key, even if its first tiles are of this kind only (B-013)."""
+    case = Case((40, 200), (64, 64), (1, 1), scale=1.0)
+    values = case.values()
+    values["q"][..., 0] = 1.0
+    values["k"][..., 150:, 0] = -np.inf
+    check(case, case.inputs(values))
+    values["k"][..., 0] = -np.inf
+    check(case, case.inputs(values))
+
+
+# ---- sizes beyond 32 bits
+
+
+def test_strides_beyond_32_bits() -> None:
+    """B-041, B-064: 64-bit offsets for batches, heads and rows; memory is reserved, not touched."""
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((2, 2, 150, 64)) for _ in range(3))
+    for strides in ((2**32, 2**31 + 64, 64, 1), (2**31, 2**30, 2**22 - 8, 1), (64, 2**31, 2**23, 1)):
+        tensors = {name: place(x, "float16", strides=strides) for name, x in (("q", q), ("k", k), ("v", v))}
+        tensors["out"] = allocate(q.shape, strides, "float16", align=16, output=True)
+        result = forward(tensors, causal="bottom_right")
+        assert not result.report.faults, str(result.report)
+        assert_right(Case((150, 150), causal="bottom_right", want_lse=False), tensors)
+
+
+@pytest.mark.slow
+def test_more_query_tiles_than_a_grid_has() -> None:
+    """B-046: beyond 65535 query tiles a call is several launches."""
+    rng = np.random.default_rng(0)
+    seqlen = 65535 * 128 + 130
+    tensors = {
+        "q": place(rng.standard_normal((1, 1, seqlen, 8)), "float16", strides=(0, 0, 0, 1)),
+        "k": place(rng.standard_normal((1, 1, 40, 8)), "float16"),
+        "v": place(rng.standard_normal((1, 1, 40, 8)), "float16"),
+        "out": allocate((1, 1, seqlen, 8), (0, 0, 8, 1), "float16", align=16, output=True),
+    }
+    result = forward(tensors, blocks={(0, 0, 0), (0, 1, 0), (0, 65534, 0)})
+    assert not result.report.faults, str(result.report)
+    assert [grid for grid, _ in result.plan.launches] == [(1, 65535, 1), (1, 2, 1)]
+    written = np.flatnonzero(~np.isnan(tensors["out"].view[0, 0, :, 0].astype(np.float32)))
+    tiles = sorted(set((written // 128).tolist()))
+    assert tiles == [0, 1, 2, 65535, 65536] and len(written) == 4 * 128 + 2
+    assert (tensors["out"].view[0, 0, written] == tensors["out"].view[0, 0, 0]).all()
+
+
+@pytest.mark.parametrize("causal", [False, "top_left"])
+def test_more_heads_than_a_grid_has(causal: str) -> None:
+    """B-046, B-047: 70001 heads, of which the first and last ones run; a block beyond the last head does nothing."""
+    heads, rng = 70001, np.random.default_rng(0)
+    tensors = {name: place(rng.standard_normal((1, heads, 1, 8)), "float16") for name in "qkv"}
+    tensors["out"] = allocate((1, heads, 1, 8), (0, 8, 0, 1), "float16", align=16, output=True)
+    plan = forward(tensors, causal=causal, blocks=()).plan
+    ((x, y, z),) = (grid for grid, _ in plan.launches)
+    assert y == 1 and z <= 65535 and x * z >= heads
+    last = (heads - 1) // x
+    result = forward(tensors, causal=causal, blocks={(0, 0, 0), ((heads - 1) % x, 0, last), (x - 1, 0, z - 1)})
+    assert not result.report.faults, str(result.report)
+    for head in (0, heads - 1):
+        assert np.array_equal(tensors["out"].view[0, head], tensors["v"].view[0, head])
+
+
+# ---- fresh shapes and values
+
+booleans = st.booleans()
+
+
+@st.composite
+def calls(draw: st.DrawFn) -> Case:
+    dims, dtype = draw(st.sampled_from([((64, 64), "bfloat16"), ((40, 24), "float16"), ((33, 17), "bfloat16")]))
+    kv_heads, group = draw(st.integers(1, 3)), draw(st.integers(1, 3))
+    order = draw(st.sampled_from([BSHD, BHSD, (1, 0, 2, 3), (2, 0, 1, 3), (0, 1, 3, 2)]))
+    return Case(
+        lengths=(draw(st.integers(1, 300)), draw(st.integers(1, 300))),
+        dims=dims,
+        heads=(kv_heads * group, kv_heads),
+        batch=draw(st.integers(1, 2)),
+        dtype=dtype,
+        causal=draw(st.sampled_from(CAUSAL)),
+        scale=draw(st.sampled_from([None, None, None, -0.3, 0.0, 1.0])),
+        rise=draw(st.sampled_from([1.0, 0.01, 20.0])),
+        order=order,
+        pad=(0, 0, draw(st.integers(0, 2)), draw(st.sampled_from([0, 0, 8, 4, 1]))),
+        flip=(draw(booleans), draw(booleans), draw(booleans), False),
+        shared=(draw(booleans), draw(booleans), False, False),
+    )
+
+
+@settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck), print_blob=True)
+@given(calls())
+def test_any_call(case: Case) -> None:
+    check(case)
+
+
+@pytest.mark.slow
+@settings(max_examples=500, deadline=None, suppress_health_check=list(HealthCheck), print_blob=True)
+@given(calls())
+def test_many_calls(case: Case) -> None:
+    check(case)
+
+
+# ---- the emulation sees faults: kernels that are wrong on purpose
+
+LONG = Case((200, 330), (64, 64), (1, 1), causal="bottom_right")
+
+
+@pytest.mark.parametrize("ignore", SABOTAGE)
+def test_a_synchronisation_that_does_nothing_is_seen(ignore: str) -> None:
+    for late in (False, True):
+        _, result = run(LONG, Timing(late, ignore=ignore))
+        assert "shared race" in result.report.faults
+
+
+MUTATIONS = {
+    "no wait": Mutation("", "cp_async_wait<kStages - 2>();", ""),
+    "waits for too little": Mutation("", "cp_async_wait<kStages - 2>();", "cp_async_wait<kStages - 1>();"),
+    "no barrier": Mutation("", "cp_async_wait<kStages - 2>();\n        cta_sync();", "cp_async_wait<kStages - 2>();"),
+    "copies into the stage in use": Mutation("", "k_smem(into_stage)", "k_smem(stage)"),
+    "no barrier before the output is read back": Mutation("", "lane);\n        warp_sync();\n", "lane);\n"),
+    "another swizzle on one side": Mutation("device/tile.cuh", "(chunk ^ (row & 7))", "(chunk ^ (row & 3))"),
+    "mask one key short": Mutation("device/mask.cuh", "j <= last", "j < last"),
+    "a key tile too few": Mutation("device/mask.cuh", "m_end + offset)", "m_end - 1 + offset)"),
+    "too many tiles taken for full": Mutation("device/mask.cuh", "m0 + 1 + offset", "m0 + kBlockN + offset"),
+    "rows beyond the end are loaded": Mutation("device/tile.cuh", "!kCheckRows || row", "true || row"),
+    "rows beyond the end are stored": Mutation("device/epilogue.cuh", "row >= rows_left", "false"),
+    "every head its own keys": Mutation("device/schedule.cuh", "group.divide(tile.head)", "tile.head"),
+    "sums not rescaled": Mutation("device/softmax.cuh", "row_sum *= correction", "(void)row_sum"),
+}
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_a_wrong_kernel_is_seen(name: str) -> None:
+    """Each by a fault of the machine or by wrong numbers, in at least one of two timings."""
+    case = Case((200, 201), (64, 64), (4, 2), causal="bottom_right", rise=20.0 if "rescaled" in name else 1.0)
+    with pytest.raises(AssertionError):
+        for timing in (Timing(False, 1), Timing(True, 2)):
+            tensors, result = run(case, timing, mutation=MUTATIONS[name])
+            assert_clean(tensors, result)
+            assert_right(case, tensors)
