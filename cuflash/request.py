@@ -130,8 +130,10 @@ class Request:
         item = ITEM_BYTES[self.q.dtype]
         addresses = self.q.address | self.k.address | self.v.address | (self.out.address if self.out else 0)
         elements = self.head_dim | self.head_dim_v
-        for batch, seq, head, dim in self.strides.values():
-            if dim != 1 or abs(seq) * item * TILE_ROWS >= 2**31:
+        for name, (batch, seq, head, dim) in self.strides.items():
+            # The wide loads add an unsigned 32-bit offset within a tile to an address that all threads share.
+            loads_fit = name == "out" or 0 <= seq * item * TILE_ROWS < 2**31
+            if dim != 1 or not loads_fit:
                 return item
             elements |= batch | seq | head
         bits = WIDEST_ACCESS | addresses | elements * item
