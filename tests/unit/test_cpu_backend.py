@@ -139,20 +139,24 @@ def test_causal_tiles_that_nobody_sees_are_skipped(monkeypatch):
 
 
 MEMORY_SCRIPT = """
-import resource, numpy as np
+import numpy as np
 from cuflash.cpu import attention_cpu
+
+def status(field):
+    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(field))
+
 q, k, v = (np.random.default_rng(i).standard_normal((1, 8192, 8, 64), np.float32).swapaxes(1, 2) for i in range(3))
-out, lse = np.empty_like(q), np.empty(q.shape[:3], np.float32)
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-attention_cpu(q, k, v, causal={causal!r}, scale=0.125, out=out, lse=lse)
-print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
+out, lse = np.ones_like(q), np.ones(q.shape[:3], np.float32)
+open("/proc/self/clear_refs", "w").write("5")  # the peak starts again from here
+before = status("VmRSS")
+attention_cpu(q, k, v, causal=False, scale=0.125, out=out, lse=lse)
+print((status("VmHWM") - before) / 1024)
 """
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("causal", [False, "bottom_right"])
-def test_memory_does_not_grow_with_the_square_of_the_length(causal):
-    """8192 x 8192 scores of 8 heads are 2 GiB; the peak must stay within 1 GiB above the inputs, and does by far."""
-    script = MEMORY_SCRIPT.format(causal=causal)
-    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert float(run.stdout) < 128, f"peak of {run.stdout.strip()} MiB above the inputs"
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_memory_does_not_grow_with_the_square_of_the_length():
+    """The scores of 8 heads of 8192 x 8192 are 2 GiB; 1 GiB above the inputs is allowed, and far less is used."""
+    run = subprocess.run([sys.executable, "-c", MEMORY_SCRIPT], capture_output=True, text=True, check=True)
+    assert float(run.stdout) < 64, f"peak of {run.stdout.strip()} MiB above the inputs"
