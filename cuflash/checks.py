@@ -63,7 +63,7 @@ def make_request(arrays: Sequence[Any], out: Any, *, causal: Any, scale: Any, la
     if request.out is not None:
         _check_out(request, request.out)
     if request.device != CPU:
-        _check_gpu(request)
+        check_gpu(request)
     return request
 
 
@@ -192,7 +192,7 @@ def _check_out(request: Request, out: Operand) -> None:
             reach += stride * (extent - 1)
 
 
-def _check_gpu(request: Request) -> None:
+def check_gpu(request: Request) -> None:
     operands = [x for x in (request.q, request.k, request.v, request.out) if x is not None]
     if request.q.dtype not in GPU_DTYPES:
         raise UnsupportedError(

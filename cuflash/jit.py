@@ -95,7 +95,8 @@ def device_arch(device: int) -> Arch:
 def _load(problem: AttentionProblem, device: int) -> LoadedKernel:
     config = kernels.select_config(problem)
     ptx = needs_ptx(ARCHES[problem.arch], driver.device_compute_capability(device))
-    compiled, origin = _code.get((problem, ptx)), "memory"
+    origin: Origin = "memory"
+    compiled = _code.get((problem, ptx))
     settings = read_settings()
     if compiled is None:
         compiled, origin = obtain_code(problem, config, settings, ptx=ptx)
@@ -109,7 +110,7 @@ def _load(problem: AttentionProblem, device: int) -> LoadedKernel:
         compiled, origin = obtain_code(problem, config, settings, ptx=ptx)
         kernel = driver.load_kernel(compiled, smem_bytes, device)
     _code[problem, ptx] = compiled
-    return LoadedKernel(kernel, problem, config, compiled, origin)  # type: ignore[arg-type]
+    return LoadedKernel(kernel, problem, config, compiled, origin)
 
 
 def find_code(
@@ -227,8 +228,9 @@ class CallPlan:
             self._handle = loaded.kernel.handle
             self._block = (loaded.config.threads, 1, 1)
             self._smem_bytes = loaded.config.smem_bytes(loaded.problem)
-        operands = (request.q, request.k, request.v, request.out)
-        self._spans = tuple(span(x) for x in operands if x is not None)
+        self._spans: tuple[tuple[int, int], ...] = ()
+        if request.out is not None:
+            self._spans = tuple(span(x) for x in (request.q, request.k, request.v, request.out))
 
     def launch(self, q: int, k: int, v: int, out: int, lse: int, stream: int) -> None:
         """Launch on a stream of the plan's device, whose context must be current.
