@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from . import cost, driver, jit, kernels
 from .arch import ARCHES, Arch, needs_ptx
 from .arrays import CPU, ITEM_BYTES
-from .checks import _check_gpu, request_for
+from .checks import check_gpu, request_for
 from .config import KernelConfig, SmemRegion
 from .cost import DeviceModel, Shape
 from .errors import UnsupportedError
@@ -180,7 +180,7 @@ def as_if_on_gpu(request: Request) -> Request:
     """The same request with its arrays on the first GPU, checked by the rules that hold there."""
     moved = {name: dataclasses.replace(getattr(request, name), device=0) for name in ("q", "k", "v")}
     request = dataclasses.replace(request, **moved)
-    _check_gpu(request)
+    check_gpu(request)
     return request
 
 
@@ -314,6 +314,6 @@ def notes(request: Request, kernel: Kernel, *, planned: bool) -> tuple[str, ...]
         found.append(f"the device is newer than {arch}: the driver translates PTX at the first load")
     if planned:
         found.append(f"planned for {arch}; the roofline is that of the {cost.NOMINAL_DEVICES[arch].name}")
-    if request.causal and request.causal_offset < 0:
+    if request.causal_offset < 0:
         found.append(f"the first {min(request.seqlen_q, -request.causal_offset)} queries see no key and get 0")
     return tuple(found)
