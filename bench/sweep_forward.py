@@ -21,7 +21,7 @@ from typing import Any
 from cuflash import jit, kernels
 from cuflash.arch import ARCHES, arch_for
 from cuflash.bench.accuracy import array_module, errors
-from cuflash.bench.inputs import Case, InputPool, numpy_dtype
+from cuflash.bench.inputs import Case, InputPool, numpy_dtype, poison
 from cuflash.bench.measure import CupyTimer, Spread, device_times
 from cuflash.bench.peers import Refusal, torch_available, torch_peer
 from cuflash.build import Built, build
@@ -143,7 +143,8 @@ def check(contender: Contender, dtype: str, xp: Any) -> tuple[float, float]:
             host = [rng.standard_normal((2, length, 3, width)) for length, width in sizes]
             host[1] *= grow
             q, k, v = (cupy.asarray(a.astype(numpy_dtype(dtype))) for a in host)
-            out = cupy.full((2, seqlen_q, 3, dv), float("nan"), dtype=v.dtype)
+            out = cupy.empty((2, seqlen_q, 3, dv), dtype=v.dtype)
+            poison(out)
             contender.prepare(q, k, v, out)()
             error = errors({"out": out}, [q, k, v], contender.loaded.problem.mask == "causal", xp)["out"]
             worst = (worst_of(worst[0], error.relative), worst_of(worst[1], error.largest))

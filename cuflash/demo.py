@@ -16,7 +16,7 @@ import numpy as np
 
 from . import driver, jit, kernels
 from .bench.accuracy import Error, array_module, errors
-from .bench.inputs import Case, InputPool
+from .bench.inputs import Case, InputPool, poison
 from .build import UNBOUNDED, build
 from .errors import DriverError, MissingKernelError, UnsupportedError
 from .explanation import Explanation, explain
@@ -163,7 +163,7 @@ def run_gpu_case(case: Case, pool: InputPool, xp: Any) -> Shown:
     def call() -> object:
         return attention(q, k, v, causal=case.causal, out=out)
 
-    out[...] = float("nan")
+    poison(out)
     cupy.cuda.get_current_stream().synchronize()
     before = explain(q, k, v, causal=case.causal)
     start = time.perf_counter()

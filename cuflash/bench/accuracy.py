@@ -45,7 +45,7 @@ def exact_head(q: Any, k: Any, v: Any, causal: bool, xp: Any) -> Any:
 
     Rows that see no key are 0.
     """
-    q, k, v = (a.astype(np.float64) for a in (q, k, v))
+    q, k, v = (to_float64(a) for a in (q, k, v))
     out = xp.empty((q.shape[0], v.shape[1]))
     keys = xp.arange(k.shape[0])
     offset = k.shape[0] - q.shape[0]
@@ -62,6 +62,13 @@ def exact_head(q: Any, k: Any, v: Any, causal: bool, xp: Any) -> Any:
     return out
 
 
+def to_float64(array: Any) -> Any:
+    """Widen; bfloat16 by its bits, so that no framework's support of it is needed."""
+    if str(array.dtype) == "bfloat16":
+        array = (array.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+    return array.astype(np.float64)
+
+
 def sampled_heads(batch: int, heads: int, count: int) -> list[tuple[int, int]]:
     """``count`` (batch, head) pairs spread from the first to the last."""
     total = batch * heads
@@ -74,7 +81,10 @@ def to_module(array: Any, xp: Any) -> Any:
 
 
 def errors(outputs: dict[str, Any], inputs: list[Any], causal: bool, xp: Any, heads: int = 4) -> dict[str, Error]:
-    """The error of each output, (batch, seq, heads, dim) arrays, on a sample of heads."""
+    """The error of each output, (batch, seq, heads, dim) arrays, on a sample of heads.
+
+    NumPy on the host takes seconds for a long head: see ``array_module``.
+    """
     batch, _, head_count, _ = inputs[0].shape
     squares = dict.fromkeys(outputs, 0.0)
     worst = {name: (-1.0, (0, 0, 0, 0)) for name in outputs}
@@ -84,7 +94,7 @@ def errors(outputs: dict[str, Any], inputs: list[Any], causal: bool, xp: Any, he
         exact = exact_head(q_head, k_head, v_head, causal, xp)
         norm += float((exact**2).sum())
         for name, output in outputs.items():
-            difference = xp.abs(to_module(output[b, :, h], xp).astype(np.float64) - exact)
+            difference = xp.abs(to_float64(to_module(output[b, :, h], xp)) - exact)
             squares[name] += float((difference**2).sum())
             flat = int(difference.argmax())  # NaN counts as the largest
             largest = float(difference.reshape(-1)[flat])

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from itertools import product
 from typing import Any
 
+import numpy as np
+
 from ..build import Job
 from ..explanation import explain
 from ..problem import Dtype
@@ -91,7 +93,7 @@ def measure_case(case: Case, pool: InputPool, peers: tuple[str, ...], rounds: in
     row = Row(case, about.kernel.symbol if about.kernel else "", case.flops, about.hbm_bytes, about.standard_bytes)
     row.refused = {refusal.name: refusal.reason for refusal in refusing}
     outputs = {one.name: one.output() for one in taking}
-    errors = accuracy.errors(outputs, arrays[:3], case.causal, xp)
+    errors = accuracy.errors(outputs, arrays[:3], case.causal, xp, heads=1 if xp is np else 4)
     del outputs
     # A short case gets up to three times the rounds: its time is the noisier one, and costs less.
     rounds *= min(3, max(1, round(4e11 / case.flops)))

@@ -62,6 +62,11 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
     return np.dtype(name)
 
 
+def poison(array: Any) -> None:
+    """Fill with NaN: 0x7fff is one in float16 and in bfloat16."""
+    array.view(np.uint16)[...] = 0x7FFF
+
+
 class InputPool:
     """Q, K, V and the output of any case, as CuPy views of four buffers; nothing is copied per case.
 
@@ -78,6 +83,6 @@ class InputPool:
         self._buffers.append(cupy.empty_like(self._buffers[0]))
 
     def arrays(self, shape: tuple[int, ...]) -> list[Any]:
-        """[q, k, v, out] of this shape; the output is poisoned with NaN by the caller where it matters."""
+        """[q, k, v, out] of this shape; what the output holds is arbitrary."""
         count = math.prod(shape)
         return [buffer[:count].reshape(shape) for buffer in self._buffers]

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from .inputs import Case
+from .inputs import Case, poison
 from .measure import Call
 
 OURS = "cuflash"
@@ -58,7 +58,7 @@ def ours(case: Case, arrays: list[Any]) -> Contestant:
         return cuflash.attention(q, k, v, causal=case.causal, out=out)
 
     def output() -> Any:
-        out[...] = float("nan")
+        poison(out)
         call()
         return out.copy()
 

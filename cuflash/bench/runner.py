@@ -97,16 +97,17 @@ def forward_part(
 
 def compile_kernels(cases: list[Case], screen: Screen) -> None:
     """Fill the disk cache, so that the table does not wait for one kernel after the other."""
-    from .. import driver
-    from ..arch import arch_for
+    from .. import driver, jit
     from ..build import build
     from ..settings import read_settings
 
     settings = read_settings()
     if settings.cache_dir is None or not settings.cache_bytes or not settings.jit:
         return
-    arch = arch_for(driver.device_compute_capability(driver.current_device())).name
-    jobs = forward.kernel_jobs(cases, arch)
+    arch = jit.device_arch(driver.current_device()).name
+    jobs = [job for job in forward.kernel_jobs(cases, arch) if jit.find_code(*job, settings) is None]
+    if not jobs:
+        return
     with screen.progress("kernels", len(jobs)) as advance:
         for built in build(jobs, settings.cache_dir, max_bytes=settings.cache_bytes):
             advance(f"{built.symbol}: {'cached' if built.cached else f'{built.seconds:.1f} s'}{built.error}")

@@ -16,10 +16,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cuflash.bench import accuracy, environment, forward, measure, overhead, peers, report, runner, startup
-from cuflash.bench.inputs import Case, InputPool, numpy_dtype
+from cuflash.bench.inputs import Case, InputPool, numpy_dtype, poison
 from cuflash.bench.measure import HostCall, Spread, device_times, host_times
 from cuflash.cli import main
 from cuflash.cli.screen import Screen
+from cuflash.explanation import explain
 from tests.unit import fake_cupy, synthetic
 from tests.unit.test_demo import FAKE_GPU
 
@@ -143,6 +144,21 @@ def exact_output(q, k, v):
     return out
 
 
+@given(st.lists(st.floats(width=32, allow_nan=False), min_size=4, max_size=4))
+def test_bfloat16_is_widened_exactly(values):
+    array = np.array(values, np.float32).astype(numpy_dtype("bfloat16"))
+    expected = array.astype(np.float64)
+    np.testing.assert_array_equal(accuracy.to_float64(array), expected)
+    np.testing.assert_array_equal(accuracy.to_float64(np.repeat(array, 2)[::2]), expected)
+
+
+@pytest.mark.parametrize("dtype", forward.DTYPES)
+def test_a_poisoned_array_is_not_a_number(dtype):
+    array = np.zeros((2, 3), numpy_dtype(dtype))
+    poison(array[:, 1:])
+    assert np.isnan(array[:, 1:].astype(np.float32)).all() and not array[:, 0].any()
+
+
 def test_an_error_is_found_where_it_is():
     inputs = list(np.random.default_rng(0).standard_normal((3, 2, 30, 3, 8)))
     good = exact_output(*inputs)
@@ -224,6 +240,21 @@ def test_without_a_gpu_the_benchmark_says_so(monkeypatch, capsys):
     assert "needs a GPU" in capsys.readouterr().err
     assert main(["bench", "--rounds", "0"]) == 1
     assert "--rounds is 0" in capsys.readouterr().err
+
+
+@pytest.mark.compile
+def test_missing_kernels_are_compiled_before_the_table(monkeypatch, kernel_cache):
+    monkeypatch.setattr("cuflash.driver.current_device", lambda: 0)
+    monkeypatch.setattr("cuflash.driver.device_compute_capability", lambda ordinal: (9, 0))
+    cases = [Case.of(32, False, n, "float16") for n in (512, 1024)]
+    shown = []
+    for _ in range(2):
+        out = io.StringIO()
+        runner.compile_kernels(cases, Screen(out))
+        shown.append(out.getvalue())
+    assert "[1/1] cuflash_fwd_sm80_d32_f16_full" in shown[0] and shown[1] == ""
+    x = np.zeros((1, 64, 2, 32), np.float16)
+    assert explain(x, x, x, arch="sm_90").kernel.cached == "disk"
 
 
 def test_short_cases_get_more_rounds(small):

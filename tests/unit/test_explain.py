@@ -95,6 +95,12 @@ def test_a_cache_that_holds_one_section_less_a_byte_is_too_small():
     assert misses - fits == 4 * 7 * shape.kv_head_bytes  # 16 tiles in waves of 2: eight times instead of once
 
 
+def test_query_heads_of_a_group_share_their_keys_in_a_section():
+    shape = Shape(1, 8, 2, 1024, 1024, 64, 64)
+    schedule = Schedule(64, 4, 4, l2_bytes=shape.kv_head_bytes)  # four query heads, one key/value head
+    assert fused_bytes(shape, schedule, False) == 2 * 128 * (8 + 2) * 1024
+
+
 def test_stored_scores_pass_four_times():
     shape = Shape(1, 1, 1, 1000, 1000, 50, 50)
     assert shape.standard_bytes == 2 * (4 * 1000**2 + 4 * 1000 * 50)
@@ -204,6 +210,18 @@ def test_bfloat16_and_gqa_and_layout():
 def test_the_lse_is_counted_when_it_is_returned():
     without, with_lse = (cuflash.explain(*arrays(), return_lse=r, arch="sm_90").hbm_bytes for r in (False, True))
     assert with_lse - without == 4 * 2 * 4 * 256
+
+
+def test_traffic_follows_the_launch_and_the_device():
+    """A sequence whose K and V exceed the A100's L2: they are read once per wave of its 108 SMs."""
+    x = np.broadcast_to(np.float16(0), (1, 1 << 17, 2, 128))
+    e = cuflash.explain(x, x, x, causal=True, arch="sm_80")
+    assert e.kernel is not None
+    config, (section, tiles, sections) = e.kernel.config, e.kernel.grid[0]
+    assert (section, sections) == (1, 2)
+    per_wave = 108 * config.ctas
+    keys = sum(config.block_m * last for last in range(tiles, 0, -per_wave))
+    assert e.hbm_bytes == 2 * 128 * 2 * 2 * (x.shape[1] + keys)
 
 
 def test_a_wrong_target_is_an_error_not_a_refusal():
