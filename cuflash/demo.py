@@ -87,7 +87,7 @@ def demo_gpu(screen: Screen) -> None:
             for case in GPU_CASES:
                 shown.append(run_gpu_case(case, pool, xp))
                 advance(case_text(case))
-    screen.heading("kernels")
+    screen.heading(f"kernels for {shown[0].case.dtype}, B {shown[0].case.batch}, N {shown[0].case.seqlen}")
     columns = ["call", "kernel", "code", "first call", "registers", "spilt", "shared memory"]
     screen.table(columns, [each.kernel_row() for each in shown])
     screen.heading("results")
@@ -141,8 +141,7 @@ class Shown:
 
 
 def case_text(case: Case) -> str:
-    mask = "causal" if case.causal else "full"
-    return f"{case.dtype} B{case.batch} N{case.seqlen} H{case.heads} D{case.head_dim} {mask}"
+    return f"D {case.head_dim}, H {case.heads}, {'causal' if case.causal else 'full'}"
 
 
 def traffic_cells(about: Explanation) -> list[str]:

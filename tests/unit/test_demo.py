@@ -111,5 +111,5 @@ def test_with_a_gpu_every_case_is_shown(shown, monkeypatch):
     kernels, results = text.split("results")
     for words in ("Fake GPU", "d64_bf16_full", "compiled in 1.25 s", "d128_bf16_causal", "from the disk cache", "168"):
         assert words in kernels
-    for words in ("bfloat16 B1 N64 H2 D64 full", "bfloat16 B1 N64 H1 D128 causal", "x\n", "KiB", "%"):
+    for words in ("D 64, H 2, full", "D 128, H 1, causal", "x\n", "KiB", "%"):
         assert words in results
