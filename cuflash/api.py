@@ -55,7 +55,8 @@ def attention(
     Returns
     -------
     out : array (B, Nq, Hq, Dv)
-        Of the caller's kind, on the inputs' device; contiguous unless given. A query that sees no key gets 0.
+        Of the caller's kind, on the inputs' device; contiguous unless given. A query that sees no key gets 0. DLPack
+        producers that do not say how to make their arrays (``__array_namespace__``) get CuPy's or NumPy's.
     lse : array (B, Hq, Nq)
         With ``return_lse``: natural logarithm, float32 (float64 for float64 inputs); -inf where no key is seen.
 

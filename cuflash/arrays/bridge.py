@@ -133,22 +133,33 @@ def _to_jax(result: Any, like: Any) -> Any:
 def _view_dlpack(name: str, x: Any) -> Any:
     device = int(x.__dlpack_device__()[0])
     if device in HOST_DEVICES:
-        try:
-            return np.from_dlpack(x)
-        except (BufferError, RuntimeError) as error:
-            raise TypeError(
-                f"{name}: NumPy cannot view this {type(x).__qualname__} through DLPack ({error}); "
-                "bfloat16 in host memory is taken as a NumPy array of ml_dtypes.bfloat16, a torch tensor or a JAX array"
-            ) from error
+        return _view_host(name, x)
     if device in CUDA_DEVICES:
         return _cupy(name).from_dlpack(x)
     raise UnsupportedError(f"{name} is on a device of DLPack type {device}; cuflash takes CUDA devices and CPUs")
 
 
+def _view_host(name: str, x: Any) -> Any:
+    try:
+        return np.from_dlpack(x)
+    except (BufferError, RuntimeError) as error:
+        from .capsule import bfloat16_view
+
+        view = bfloat16_view(x)
+        if view is None:
+            raise TypeError(f"{name}: NumPy cannot view this {type(x).__qualname__} by DLPack: {error}") from error
+        return view
+
+
 def _to_producer(result: Any, like: Any) -> Any:
-    """An array of the producer's own kind where it says how to make one, else NumPy's or CuPy's."""
+    """An array of the producer's own kind where it says how to make one, else NumPy's or CuPy's.
+
+    NumPy exports no bfloat16: such results stay NumPy arrays.
+    """
     namespace = getattr(like, "__array_namespace__", None)
-    return result if namespace is None else namespace().from_dlpack(result)
+    if namespace is None or (isinstance(result, np.ndarray) and result.dtype.name == "bfloat16"):
+        return result
+    return namespace().from_dlpack(result)
 
 
 def _cupy(name: str) -> Any:

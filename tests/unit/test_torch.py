@@ -222,6 +222,48 @@ def test_another_device(monkeypatch: pytest.MonkeyPatch) -> None:
     fake_gpu.remove(gpu)
 
 
+class Producer:
+    """Speaks DLPack and nothing else."""
+
+    def __init__(self, tensor: Any) -> None:
+        self.tensor = tensor
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return 1, 0
+
+    def __dlpack__(self, **options: Any) -> Any:
+        return self.tensor.__dlpack__(**options)
+
+
+def test_bfloat16_of_any_producer() -> None:
+    """NumPy cannot read it; strides, offsets and lifetimes are right all the same."""
+    q, k, v = qkv("bfloat16")
+    packed = torch.stack([q, k, v], dim=3)
+    expected, expected_lse = cuflash.attention(q, k, v, causal=True, return_lse=True)
+    producers = [Producer(x) for x in packed.unbind(3)]
+    out, lse = cuflash.attention(*producers, causal=True, return_lse=True)
+    assert type(out) is np.ndarray and out.dtype.name == "bfloat16"
+    assert np.array_equal(out.view(np.int16), expected.view(torch.int16).numpy())
+    assert np.array_equal(lse, expected_lse.numpy())
+    target = torch.full_like(packed, float("nan"))
+    cuflash.attention(*producers, causal=True, out=Producer(target[:, :, :, 1]))
+    assert torch.equal(target[:, :, :, 1], expected) and target[:, :, :, 0].isnan().all()
+    with pytest.raises(TypeError, match=r"k: NumPy cannot view this .*Producer by DLPack"):
+        cuflash.attention(producers[0], Producer(k.to(torch.float8_e5m2)), producers[2])
+
+
+def test_memory_of_other_producers_is_kept_and_given_back() -> None:
+    from cuflash.arrays.capsule import bfloat16_view
+
+    tensor = torch.ones(3, 4, dtype=torch.bfloat16)
+    before = tensor._use_count()
+    view = bfloat16_view(Producer(tensor))
+    assert view.shape == (3, 4) and (view == 1).all() and tensor._use_count() > before
+    del view
+    assert tensor._use_count() == before
+    assert bfloat16_view(Producer(torch.ones(2))) is None and bfloat16_view(Producer(tensor[:0])).shape == (0, 4)
+
+
 def test_no_other_framework_is_loaded() -> None:
     """torch's path needs neither CuPy nor ml_dtypes' own tables of it."""
     code = """

@@ -1,0 +1,58 @@
+"""Reads a DLPack capsule in host memory as a NumPy array of bfloat16, which `numpy.from_dlpack` refuses.
+
+Structures from dlpack.h, version 0.8 (the unversioned exchange, which every producer still speaks).
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import numpy as np
+
+BFLOAT_CODE = 4
+
+
+class _Tensor(ctypes.Structure):
+    """``DLTensor``; the head of a ``DLManagedTensor``."""
+
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("device_type", ctypes.c_int32),
+        ("device_id", ctypes.c_int32),
+        ("ndim", ctypes.c_int32),
+        ("code", ctypes.c_uint8),
+        ("bits", ctypes.c_uint8),
+        ("lanes", ctypes.c_uint16),
+        ("shape", ctypes.POINTER(ctypes.c_int64)),
+        ("strides", ctypes.POINTER(ctypes.c_int64)),
+        ("byte_offset", ctypes.c_uint64),
+    )
+
+
+class _Owner:
+    """Keeps a capsule; not consumed, it gives the memory back when it goes."""
+
+    def __init__(self, capsule: Any, tensor: _Tensor) -> None:
+        self._capsule = capsule
+        strides = tuple(2 * tensor.strides[i] for i in range(tensor.ndim)) if tensor.strides else None
+        self.__array_interface__ = {
+            "version": 3,
+            "data": ((tensor.data or 0) + tensor.byte_offset, False),
+            "typestr": "<u2",
+            "shape": tuple(tensor.shape[i] for i in range(tensor.ndim)),
+            "strides": strides,
+        }
+
+
+def bfloat16_view(producer: Any) -> Any:
+    """A NumPy view of a bfloat16 array in host memory; None if its elements are something else."""
+    from ml_dtypes import bfloat16
+
+    capsule = producer.__dlpack__()
+    get_pointer = ctypes.pythonapi.PyCapsule_GetPointer
+    get_pointer.restype, get_pointer.argtypes = ctypes.c_void_p, (ctypes.py_object, ctypes.c_char_p)
+    tensor = _Tensor.from_address(get_pointer(capsule, b"dltensor"))
+    if (tensor.code, tensor.bits, tensor.lanes) != (BFLOAT_CODE, 16, 1):
+        return None
+    return np.asarray(_Owner(capsule, tensor)).view(bfloat16)
