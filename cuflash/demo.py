@@ -88,7 +88,7 @@ def demo_gpu(screen: Screen) -> None:
                 shown.append(run_gpu_case(case, pool, xp))
                 advance(case_text(case))
     screen.heading(f"kernels for {shown[0].case.dtype}, B {shown[0].case.batch}, N {shown[0].case.seqlen}")
-    columns = ["kernel", "code", "first call", "registers", "spilt", "shared memory"]
+    columns = ["kernel", "code", "first call", "registers", "spilt", "shared"]
     screen.table(columns, [each.kernel_row() for each in shown])
     screen.heading("results")
     columns = ["call", "time", "TFLOP/s", "of peak", "error", "largest", "memory traffic", "stored scores", "ratio"]
@@ -115,7 +115,7 @@ class Shown:
     def kernel_row(self) -> list[str]:
         kernel, earlier = self.after.kernel, self.before.kernel
         assert kernel is not None and kernel.compiled is not None and earlier is not None
-        code = {"no": f"compiled in {kernel.compiled.seconds:.2f} s", "disk": "from the disk cache"}
+        code = {"no": f"compiled in {kernel.compiled.seconds:.2f} s", "disk": "disk cache"}
         return [
             kernel.symbol,
             code.get(earlier.cached, earlier.cached),
