@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cuflash import cpu
-from tests.oracle import DTYPES, assert_accurate, assert_lse, oracle, poisoned, randn, strided_copy
+from tests.oracle import DTYPES, assert_accurate, assert_lse, judge, oracle, ordinary, poisoned, randn, strided_copy
 
 CAUSAL = (False, "bottom_right", "top_left")
 
@@ -44,6 +44,14 @@ def test_every_tile_edge(tiles, dtype, causal, lengths):
     out, lse = attend(q, k, v, causal)
     assert_accurate(out, q, k, v, causal=causal, scale=0.3)
     assert_lse(lse, q, k, v, causal=causal, scale=0.3)
+
+
+@pytest.mark.parametrize("causal", CAUSAL)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_errors_are_no_larger_than_those_of_dense_attention(dtype, causal):
+    q, k, v = draw(9, (600, 700), (4, 2), (64, 64), dtype)
+    reference, _ = oracle(q, k, v, causal=causal, scale=0.125)
+    judge(attend(q, k, v, causal, 0.125)[0], reference, ordinary(q, k, v, causal=causal, scale=0.125))
 
 
 @given(
