@@ -6,17 +6,21 @@ this folder. Libraries are kept in a folder of the user's temporary directory, u
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import os
 import shutil
 import subprocess
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from cuflash.render import Source
 
+KEEP_SECONDS = 3 * 24 * 3600
+"""Libraries that were not used for so long are removed."""
 HERE = Path(__file__).parent
 REPLACED = "device/ptx.cuh"
 MACHINE = ("fibers.cpp", "warp.cpp", "memory.cpp", "interface.cpp")
@@ -62,6 +66,13 @@ def _run_compiler(arguments: Sequence[str], folder: Path) -> None:
         raise RuntimeError(f"g++ {' '.join(arguments)} in {folder}:\n{done.stderr[-6000:]}")
 
 
+def _remove_old() -> None:
+    for folder in _root().iterdir():
+        with contextlib.suppress(OSError):  # another process may do the same
+            if time.time() - folder.stat().st_mtime > KEEP_SECONDS:
+                shutil.rmtree(folder, ignore_errors=True)
+
+
 def _publish(staging: Path, final: Path) -> None:
     """Rename a finished folder into place; another process may have done so first."""
     try:
@@ -84,10 +95,12 @@ def _machine_objects() -> Path:
     """The folder of the compiled machine, which all kernels share."""
     texts = [(HERE / name).read_text() for name in (*MACHINE, *MACHINE_HEADERS)]
     final = _root() / f"machine-{_digest([*texts, *MACHINE_FLAGS, _compiler_version()])}"
+    _remove_old()
     if not final.exists():
         staging = Path(tempfile.mkdtemp(dir=_root()))
         _run_compiler([*MACHINE_FLAGS, "-c", *(str(HERE / name) for name in MACHINE)], staging)
         _publish(staging, final)
+    os.utime(final)
     return final
 
 
@@ -125,4 +138,5 @@ def build(source: Source) -> Path:
         link = ["-shared", "-Wl,-Bsymbolic", "-o", "kernel.so"]
         _run_compiler([*KERNEL_FLAGS, "-I.", "-include", "machine.h", "kernel.cpp", *objects, *link], staging)
         _publish(staging, final)
+    os.utime(final)
     return final / "kernel.so"
