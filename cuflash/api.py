@@ -138,7 +138,7 @@ def _attend_on_cpu(request: Request) -> Any:
     lse = kind.empty(q, request.lse_shape, request.lse_dtype)[0] if request.return_lse else None
     batch, seq, heads, dim = AXES[request.layout]
     views = [kind.numpy(x).transpose(batch, heads, seq, dim) for x in (q, request.k.array, request.v.array, out)]
-    attention_cpu(
+    kind.untraced(attention_cpu)(
         *views[:3],
         causal=request.causal,
         scale=request.scale,

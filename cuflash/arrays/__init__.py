@@ -9,6 +9,7 @@ array is not of it. Frameworks whose arrays cuflash cannot address itself (JAX a
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -87,6 +88,9 @@ class Kind(Protocol):
 
     def numpy(self, x: Any, /) -> Any:
         """View host memory as a NumPy array, without a copy."""
+
+    def untraced(self, function: Callable[..., Any], /) -> Callable[..., Any]:
+        """The function, out of reach of a compiler of the framework that traces Python."""
 
     def current_device(self) -> int:
         """The CUDA ordinal that is current in this thread."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -24,6 +25,7 @@ __all__ = [
     "on_device",
     "operand",
     "stream",
+    "untraced",
     "written",
 ]
 
@@ -75,6 +77,10 @@ def written(x: Any, /) -> None:
 
 def numpy(x: Any, /) -> Any:
     raise AssertionError("CuPy arrays are never on the CPU")
+
+
+def untraced(function: Callable[..., Any], /) -> Callable[..., Any]:
+    return function
 
 
 def on_device(ordinal: int, /) -> AbstractContextManager[Any]:

@@ -19,7 +19,7 @@ from . import CPU, Operand, dtype_name
 
 __all__ = [
     "LABEL", "PLAIN_TYPES", "current_device", "empty", "fill_dead", "geometry", "numpy", "on_device", "operand",
-    "stream", "written",
+    "stream", "untraced", "written",
 ]  # fmt: skip
 
 LABEL = "torch tensor"
@@ -95,6 +95,11 @@ def numpy(x: Any, /) -> Any:
 
         return x.view(torch.int16).numpy().view(bfloat16)
     return x.numpy()
+
+
+def untraced(function: Callable[..., Any], /) -> Callable[..., Any]:
+    dynamo = sys.modules.get("torch._dynamo")  # loaded by the first torch.compile
+    return function if dynamo is None else dynamo.disable(function)
 
 
 def on_device(ordinal: int, /) -> AbstractContextManager[Any]:

@@ -222,6 +222,14 @@ def test_another_device(monkeypatch: pytest.MonkeyPatch) -> None:
     fake_gpu.remove(gpu)
 
 
+def test_inside_a_compiled_function(backend: FakeGpu | None) -> None:
+    """torch.compile leaves the call alone, the first time and later."""
+    q, k, v = qkv()
+    compiled = torch.compile(lambda q, k, v: cuflash.attention(2 * q, k, v) + 1, backend="eager")
+    for _ in range(3):
+        check(compiled(q, k, v) - 1, 2 * q, k, v)
+
+
 class Producer:
     """Speaks DLPack and nothing else."""
 
