@@ -55,6 +55,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(skip)
 
 
+@pytest.fixture(autouse=True)
+def _needs_nvrtc(request: pytest.FixtureRequest) -> None:
+    """Tests marked ``compile`` are skipped where the bindings are not installed: the plain, CPU-only cuflash."""
+    if request.node.get_closest_marker("compile"):
+        pytest.importorskip("cuda.bindings", reason="needs an extra: cuda12 or cuda13")
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     """Ends the run, with every thread's stack on stderr, when a test hangs.
