@@ -10,6 +10,7 @@ A cache is a convenience: an unwritable, full or untrustworthy one costs one war
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -404,8 +405,9 @@ def _write_folder(target: Path, files: Mapping[str, bytes]) -> None:
         _sync_folder(staging)
         try:
             os.rename(staging, target)
-        except OSError:
-            if not target.is_dir():
+        except OSError as error:
+            # By number first: what was in the way may be gone again. Windows has a number of its own.
+            if error.errno not in (errno.EEXIST, errno.ENOTEMPTY) and not target.is_dir():
                 raise
             _delete(staging)
         _sync_folder(target.parent)

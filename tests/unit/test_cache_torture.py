@@ -154,7 +154,7 @@ for _ in range(400):
                 file.seek(rng.randrange(max(size, 1))); file.write(bytes([rng.randrange(256)]))
     except OSError: pass
 """
-    publish(open_store(root))
+    publish(open_store(root), 0)
     finish([start(EVICTION if seed < 2 else vandal, root, seed) for seed in range(4)])
 
 
