@@ -6,6 +6,7 @@ import functools
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -63,37 +64,35 @@ def template_root() -> Path:
     raise FileNotFoundError(f"cuflash's templates are neither in {package} nor beside it: reinstall cuflash")
 
 
-def _template_files(root: Path) -> list[Path]:
-    return sorted(path for suffix in ("*.j2", "*.cuh") for path in root.rglob(suffix))
+@functools.cache
+def _tree() -> Mapping[str, bytes]:
+    """All templates and headers by name, read once: what is rendered is what the digest, and so the cache, names."""
+    root = template_root()
+    paths = [path for suffix in ("*.j2", "*.cuh") for path in root.rglob(suffix)]
+    return dict(sorted((path.relative_to(root).as_posix(), path.read_bytes()) for path in paths))
 
 
 @functools.cache
 def template_digest() -> str:
-    """SHA-256 of the names and bytes of all templates and headers, as they are when it is first asked for."""
-    root = template_root()
+    """SHA-256 of the names and bytes of all templates and headers."""
     digest = hashlib.sha256()
-    for path in _template_files(root):
-        for part in (path.relative_to(root).as_posix().encode(), path.read_bytes()):
-            digest.update(len(part).to_bytes(8, "little") + part)
+    for part in chain.from_iterable((name.encode(), text) for name, text in _tree().items()):
+        digest.update(len(part).to_bytes(8, "little") + part)
     return digest.hexdigest()
 
 
 @functools.cache
 def _headers() -> Mapping[str, str]:
-    root = template_root()
-    return {
-        path.relative_to(root).as_posix(): path.read_text(encoding="utf-8")
-        for path in sorted((root / HEADER_FOLDER).glob("*.cuh"))
-    }
+    return {name: text.decode() for name, text in _tree().items() if name.startswith(f"{HEADER_FOLDER}/")}
 
 
 @functools.cache
 def _environment() -> Environment:
     """Jinja with delimiters that neither CUDA nor inline PTX contains and that editors take for comments."""
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+    from jinja2 import DictLoader, Environment, StrictUndefined
 
     return Environment(
-        loader=FileSystemLoader(template_root(), encoding="utf-8"),
+        loader=DictLoader({name: text.decode() for name, text in _tree().items()}),
         undefined=StrictUndefined,
         variable_start_string="${",
         variable_end_string="}",

@@ -48,13 +48,13 @@ def templates(tmp_path, monkeypatch):
     def write(**files):
         for name, text in files.items():
             (root / name.replace("__", "/").replace("_DOT_", ".")).write_bytes(text.encode())
-        for cached in (render.template_digest, render._headers, render._environment):
+        for cached in (render._tree, render.template_digest, render._headers, render._environment):
             cached.cache_clear()
 
     write()
     yield write
     monkeypatch.undo()
-    for cached in (render.template_digest, render._headers, render._environment):
+    for cached in (render._tree, render.template_digest, render._headers, render._environment):
         cached.cache_clear()
 
 
@@ -229,6 +229,17 @@ def test_the_digest_follows_names_and_bytes_and_nothing_else(templates, tmp_path
     assert digest(a_DOT_j2="x", b_DOT_j2="y") != first
     (root / "b.j2").unlink()
     assert digest(a_DOT_j2="xb.j2y") != seen[-2]
+
+
+def test_an_edit_while_a_process_runs_reaches_neither_digest_nor_text(templates, tiny_family, tmp_path):
+    """Otherwise a kernel could be published under the digest of another text."""
+    templates(tiny_DOT_j2="before\n")
+    digest = render.template_digest()
+    (tmp_path / "templates" / "tiny.j2").write_text("after\n")
+    assert (rendered().text, render.template_digest()) == ("before\n", digest)
+    templates()
+    assert rendered().text == "after\n"
+    assert render.template_digest() != digest
 
 
 def test_wheel_and_checkout_layouts(tmp_path, monkeypatch):
