@@ -20,9 +20,9 @@ __all__ = ["Array", "attention_cpu", "causal_offset"]
 Array: TypeAlias = "np.ndarray[Any, Any]"
 
 TILE_ROWS = 512
-TILE_KEYS = 512
-"""A tile of scores is 1 MiB in fp32: it stays in the L2 cache for the five passes over it, and is large enough
-for BLAS to run at full speed."""
+TILE_KEYS = 1024
+"""A tile of scores is 2 MiB in fp32: it stays near the core for the five passes over it, and each matrix product is
+large enough for BLAS and its threads. From 256 x 512 to 1024 x 1024 the time is the same within 5 %."""
 VECTOR_ROWS = 32
 """From this many rows on, a tile's rows are the fast axis in memory."""
 TILE_ELEMENTS = 1 << 20
