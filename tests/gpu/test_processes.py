@@ -7,24 +7,21 @@ from typing import Any
 
 import pytest
 
-from tests.gpu.support import assert_same_bits, draw_qkv, run_python
+from cuflash import api, jit
+from tests.gpu.support import check_attention, draw_qkv, run_python
 
 pytestmark = pytest.mark.gpu
 
 CALL = """
-import json, sys, time
-import cupy as cp
-from tests.gpu.support import draw_qkv, to_host
-q, k, v = draw_qkv((200, 200), (4, 2), (64, 64), "bfloat16")
-out = cp.empty_like(q)
-cp.cuda.Device().synchronize()
+import json, sys
 import cuflash
-loaded = {name for name in ("jinja2", "cuda.bindings.nvrtc") if name in sys.modules}
-cuflash.attention(q, k, v, causal=True, out=out)
-loaded = sorted({name for name in ("jinja2", "cuda.bindings.nvrtc") if name in sys.modules} - loaded)
-cp.cuda.Device().synchronize()
-from tests.gpu.support import check_attention
 from cuflash import jit
+from tests.gpu.support import check_attention, draw_qkv, poisoned, to_host
+
+q, k, v = draw_qkv((200, 200), (4, 2), (64, 64), "bfloat16")
+out = poisoned(q.shape, q.dtype)
+cuflash.attention(q, k, v, causal=True, out=out)
+loaded = [name for name in ("jinja2", "cuda.bindings.nvrtc") if name in sys.modules]
 (kernel,) = jit._loaded.values()
 check_attention(q, k, v, causal=True)
 bits = to_host(out).view("uint16").sum(dtype="uint64").item()
@@ -85,24 +82,14 @@ def test_prebuilt_kernels_without_a_compiler(cold: Path, tmp_path: Path) -> None
         _call(empty, CUFLASH_DISABLE_JIT="1")
 
 
-def test_ptx_gives_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """B-137: what a device newer than NVRTC gets: PTX, which the driver compiles."""
-    import cuflash
-    from cuflash import jit
-
-    arrays = draw_qkv((300, 300), (4, 2), (64, 64), "float16")
-    expected = cuflash.attention(*arrays, causal=True)
-    for table in (jit._loaded, jit._code, jit.PLANS):
-        monkeypatch.setattr(jit, next(name for name in vars(jit) if vars(jit)[name] is table), {})
-    monkeypatch.setattr("cuflash.api.PLANS", jit.PLANS)
+def test_ptx_for_devices_that_nvrtc_does_not_know(monkeypatch: pytest.MonkeyPatch) -> None:
+    """B-137: such a device gets PTX, which the driver compiles; it is right here, too."""
+    plans: dict[Any, Any] = {}
+    for table in ("_loaded", "_code"):
+        monkeypatch.setattr(jit, table, {})
+    for module in (api, jit):
+        monkeypatch.setattr(module, "PLANS", plans)
     monkeypatch.setattr(jit, "needs_ptx", lambda arch, capability: True)
-    out = cuflash.attention(*arrays, causal=True)
+    check_attention(*draw_qkv((300, 300), (4, 2), (64, 64), "float16"), causal=True)
     (kernel,) = jit._loaded.values()
-    assert kernel.compiled.is_ptx and kernel.compiled.cubin.lstrip().startswith(b"//")
-    error = abs(out.astype("float32") - expected.astype("float32")).max()
-    if float(error):  # another compiler may order sums otherwise
-        from tests.gpu.support import check_attention
-
-        check_attention(*arrays, causal=True)
-    else:
-        assert_same_bits(out, expected)
+    assert kernel.compiled.is_ptx and plans
