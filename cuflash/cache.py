@@ -344,9 +344,7 @@ class KernelCache:
         return build
 
     def _build_record(self) -> Path:
-        from cuda.bindings import __version__
-
-        environment = hashlib.sha256(f"{sys.prefix}\0{__version__}".encode()).hexdigest()[:16]
+        environment = hashlib.sha256(f"{sys.prefix}\0{compiler.bindings_version()}".encode()).hexdigest()[:16]
         return self._folder / f"nvrtc-{environment}.json"
 
     def _forget_build(self) -> None:

@@ -94,14 +94,19 @@ def _nvrtc() -> Any:
     try:
         nvrtc.nvrtcVersion()
     except RuntimeError as error:  # the bindings are there, the library of their major version is not
-        from cuda.bindings import __version__
-
-        major = __version__.split(".")[0]
+        version = bindings_version()
         raise MissingKernelError(
-            f"compiling needs NVRTC {major}.x, to which the installed cuda-bindings {__version__} belong, and it was "
-            f"not found: {_INSTALL}"
+            f"compiling needs NVRTC {version.split('.')[0]}.x, to which the installed cuda-bindings {version} belong, "
+            f"and it was not found: {_INSTALL}"
         ) from error
     return nvrtc
+
+
+def bindings_version() -> str:
+    """The version of cuda-bindings, whose first number says which NVRTC they load; ImportError without them."""
+    from cuda.bindings import __version__
+
+    return str(__version__)
 
 
 def _ok(result: tuple[Any, ...]) -> Any:

@@ -30,9 +30,6 @@ Origin = Literal["memory", "disk", "prebuilt", "compiled"]
 MAX_PLANS = 4096
 """Bound of the plan table (some 2 KB each); the oldest goes. Lengths that grow step by step make many plans."""
 
-LAZY_LOG2 = 8.0
-"""The softmax reference may lag behind the row maximum by this power of two, which fp16's and fp32's range allow."""
-
 
 # --- kernels ---------------------------------------------------------------------------------------------------
 
@@ -297,7 +294,7 @@ def _parameters(request: Request) -> dict[str, Any]:
         "seqlen_k": request.seqlen_k,
         "causal_offset": request.causal_offset,
         "scale_log2": scale_log2,
-        "lazy_slack": LAZY_LOG2 if request.scale_first else LAZY_LOG2 / scale_log2,
+        "inverse_scale": 1.0 if request.scale_first else 1.0 / scale_log2,
     }
 
 

@@ -9,7 +9,7 @@ from itertools import product
 from . import params
 from .arch import sm80
 from .config import KernelConfig
-from .problem import AttentionProblem
+from .problem import AttentionProblem, Dtype, Mask
 
 L2_SECTION_BYTES = 32 * 2**20
 """K and V of the heads that run at the same time should fit this much of the L2 cache."""
@@ -64,7 +64,9 @@ class ForwardGrid:
     launches: tuple[tuple[int, tuple[int, int, int]], ...]
 
 
-def forward_grid(problem: AttentionProblem, config: KernelConfig, batch_heads: int, group: int, seqlen_q: int, seqlen_k: int) -> ForwardGrid:
+def forward_grid(
+    problem: AttentionProblem, config: KernelConfig, batch_heads: int, group: int, seqlen_q: int, seqlen_k: int
+) -> ForwardGrid:
     """Thread blocks of a forward call, in the order in which they start: x fastest, then y, then z.
 
     x runs over the query heads of a section, y over the query tiles (the kernel takes the last, longest one first),
@@ -79,18 +81,33 @@ def forward_grid(problem: AttentionProblem, config: KernelConfig, batch_heads: i
     section = min(max(section, -(-batch_heads // MAX_GRID_YZ)), batch_heads)
     sections = -(-batch_heads // section)
     m_tiles = -(-seqlen_q // config.block_m)
-    launches = tuple((first, (section, min(MAX_GRID_YZ, m_tiles - first), sections)) for first in range(0, m_tiles, MAX_GRID_YZ))
+    launches = tuple(
+        (first, (section, min(MAX_GRID_YZ, m_tiles - first), sections)) for first in range(0, m_tiles, MAX_GRID_YZ)
+    )
     return ForwardGrid(m_tiles, launches)
 
 
-SHIPPED_HEAD_DIMS = ((32, 32), (64, 64), (80, 80), (96, 96), (112, 112), (128, 128), (160, 160), (192, 192), (192, 128), (256, 256))
+DTYPES: tuple[Dtype, ...] = ("bfloat16", "float16")
+MASKS: tuple[Mask, ...] = ("full", "causal")
+SHIPPED_HEAD_DIMS = (
+    (32, 32),
+    (64, 64),
+    (80, 80),
+    (96, 96),
+    (112, 112),
+    (128, 128),
+    (160, 160),
+    (192, 192),
+    (192, 128),
+    (256, 256),
+)
 
 
 def shipped_problems(arch: str) -> Iterator[AttentionProblem]:
     """Every instantiation that ``cuflash compile --all`` builds: common head dims, and each variant of some."""
-    for (d, dv), dtype, mask in product(SHIPPED_HEAD_DIMS, ("bfloat16", "float16"), ("full", "causal")):
+    for (d, dv), dtype, mask in product(SHIPPED_HEAD_DIMS, DTYPES, MASKS):
         yield AttentionProblem(d, dv, dtype, mask, 16, False, arch)
-    for d, mask in product((64, 128, 256), ("full", "causal")):
+    for d, mask in product((64, 128, 256), MASKS):
         base = AttentionProblem(d, d, "bfloat16", mask, 16, False, arch)
         yield replace(base, scale_first=True)
         for access_bytes in (8, 4, 2):

@@ -105,6 +105,6 @@ FORWARD = ParameterBlock(
         Field("m_tiles", I32, "query tiles"),
         Field("first_tile", I32, "query tiles of earlier launches of the same call (gridDim.y ends at 65535)"),
         Field("scale_log2", F32, "scale * log2(e)"),
-        Field("lazy_slack", F32, "8 / scale_log2 (8 if the scale comes first): what a score may exceed the softmax reference by"),
+        Field("inverse_scale", F32, "1 / scale_log2; 1 if the scale comes first"),
     )
 )

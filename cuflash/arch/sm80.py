@@ -26,7 +26,9 @@ class Row:
     config: KernelConfig
 
 
-def _row(arches: tuple[str, ...], head_dim: int, block_m: int, block_n: int, *, warps: int, q: int, ctas: int, reason: str) -> Row:
+def _row(
+    arches: tuple[str, ...], head_dim: int, block_m: int, block_n: int, *, warps: int, q: int, ctas: int, reason: str
+) -> Row:
     return Row(arches, head_dim, KernelConfig("forward_sm80", block_m, block_n, warps, 2, q, ctas, reason))
 
 
@@ -34,7 +36,16 @@ FORWARD = (
     _row(("sm_100",), 128, 128, 48, warps=4, q=0, ctas=2, reason="64 keys spill there; not measured there"),
     _row(("sm_100",), 256, 128, 64, warps=8, q=6, ctas=1, reason="8 k-steps of Q spill there; not measured there"),
     _row(LARGE, 64, 128, 64, warps=4, q=4, ctas=2, reason="32 rows a warp; Q in registers saves a third of ldmatrix"),
-    _row(LARGE, 128, 128, 64, warps=4, q=0, ctas=2, reason="32 rows a warp halve K and V traffic; two blocks hide softmax"),
+    _row(
+        LARGE,
+        128,
+        128,
+        64,
+        warps=4,
+        q=0,
+        ctas=2,
+        reason="32 rows a warp halve K and V traffic; two blocks hide softmax",
+    ),
     _row(LARGE, 192, 128, 64, warps=8, q=12, ctas=1, reason="O leaves room for 16 rows a warp; all of Q in registers"),
     _row(LARGE, 256, 128, 64, warps=8, q=8, ctas=1, reason="O leaves room for 16 rows a warp; half of Q in registers"),
     _row(("sm_80",), 64, 128, 64, warps=4, q=4, ctas=2, reason="as on sm_90; not measured there"),

@@ -409,7 +409,7 @@ def test_launch_parameters(recorder: FakeGpu) -> None:
     assert (p["seqlen_q"], p["seqlen_k"], p["causal_offset"]) == (300, 500, 200)
     assert [p[f"k_{axis}_stride"] for axis in ("batch", "seq", "head", "dim")] == [500 * 256, 256, 128, 1]
     assert [p[f"out_{axis}_stride"] for axis in ("batch", "seq", "head", "dim")] == [300 * 384, 384, 64, 1]
-    assert p["lazy_slack"] == pytest.approx(8 / p["scale_log2"])
+    assert p["inverse_scale"] == pytest.approx(1 / p["scale_log2"])
     cuflash.attention(q, k, v, causal="top_left", return_lse=True)
     assert recorder.launches[1].params["causal_offset"] == 0 and recorder.launches[1].params["lse"] != 0
 
@@ -422,7 +422,8 @@ def test_scale_first(recorder: FakeGpu, scale: float, first: bool) -> None:
     cuflash.attention(*(recorder.at(i << 40, (1, 8, 1, 64)) for i in (1, 2, 3)), scale=scale)
     (launch,) = recorder.launches
     assert launch.loaded.problem.scale_first is first
-    assert launch.params["lazy_slack"] == (8.0 if first else pytest.approx(8 / launch.params["scale_log2"], rel=1e-6))
+    inverse = 1.0 if first else pytest.approx(1 / launch.params["scale_log2"], rel=1e-6)
+    assert launch.params["inverse_scale"] == inverse
 
 
 @pytest.mark.parametrize(

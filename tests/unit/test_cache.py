@@ -49,6 +49,7 @@ def fixed_build(monkeypatch, tmp_path):
 
     monkeypatch.setattr(compiler, "nvrtc_build", build)
     monkeypatch.setattr(compiler, "nvrtc_path", lambda: str(library))
+    monkeypatch.setattr(compiler, "bindings_version", lambda: "13.0.0")
     return asked
 
 

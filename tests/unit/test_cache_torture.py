@@ -339,6 +339,7 @@ def test_a_build_that_cannot_be_remembered_is_asked_for_and_warned_about(public_
     public_folder.chmod(0o555)
     monkeypatch.setattr(compiler, "nvrtc_build", lambda: BUILD)
     monkeypatch.setattr(compiler, "nvrtc_path", lambda: __file__)
+    monkeypatch.setattr(compiler, "bindings_version", lambda: "13.0.0")
 
     def work():
         with warnings.catch_warnings(record=True) as caught:
