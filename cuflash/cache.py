@@ -10,7 +10,6 @@ A cache is a convenience: an unwritable, full or untrustworthy one costs one war
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import os
@@ -24,7 +23,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from . import compiler, kernels, render
+from . import compiler, files, kernels, render
 from .compiler import Compiled
 from .config import KernelConfig
 from .errors import MissingKernelError
@@ -35,7 +34,6 @@ LAYOUT = "v1"
 """Names the layout of entries; a change of it gets a new name, and the old directory can be deleted."""
 STALE_SECONDS = 3600
 """Unfinished work older than this belongs to a process that died."""
-_UNFINISHED = ".unfinished-"
 
 
 # --- keys ------------------------------------------------------------------------------------------------------
@@ -202,7 +200,7 @@ class KernelCache:
             compiled = _read_entry(folder, key)
         except _UNSOUND:
             if os.path.lexists(folder):
-                _remove(folder)
+                files.remove(folder)
             return None
         with suppress(OSError):
             os.utime(folder / "meta.json")
@@ -210,7 +208,7 @@ class KernelCache:
 
     def discard(self, key: CacheKey) -> None:
         """Remove the entry of a key: one that the driver refuses, for example."""
-        _remove(self.path(key))
+        files.remove(self.path(key))
 
     def _is_trusted(self) -> bool:
         """Whether the root is there and nobody else can have put code into it."""
@@ -248,13 +246,13 @@ class KernelCache:
         cubin = record.pop("cubin")
         content = {"base": key.base, "compiled": record, "options": source.options, "about": dict(about or {})}
         content = json.loads(json.dumps(content))  # as it will be read: tuples become lists
-        files = {"kernel.cu": source.text.encode(), "kernel.cubin": cubin, "meta.json": _sealed(content, cubin)}
+        entry = {"kernel.cu": source.text.encode(), "kernel.cubin": cubin, "meta.json": _sealed(content, cubin)}
         try:
             if not self._prepare():
                 return False
             if compiled.nvrtc != self.nvrtc_build:  # the library was exchanged since
                 self._forget_build()
-            _write_folder(self._entry(key, compiled.nvrtc), files)
+            files.write_folder(self._entry(key, compiled.nvrtc), entry)
             self._shrink()
         except OSError as error:
             _warn_once(self.root, f"cannot be written ({error})")
@@ -275,13 +273,13 @@ class KernelCache:
         for path in self._children(unfinished=True):
             with suppress(OSError):
                 if now - path.lstat().st_mtime > STALE_SECONDS:
-                    _delete(path)
-        entries = sorted((_last_use(path), path, _size(path)) for path in self._children())
+                    files.delete(path)
+        entries = sorted((_last_use(path), path, files.folder_size(path)) for path in self._children())
         excess = sum(size for _, _, size in entries) - self.max_bytes
         for _, path, size in entries:
             if excess <= 0:
                 break
-            _remove(path)
+            files.remove(path)
             excess -= size
 
     def _children(self, *, unfinished: bool = False) -> Iterator[Path]:
@@ -290,14 +288,14 @@ class KernelCache:
         except OSError:
             return
         for name in names:
-            if name.startswith(_UNFINISHED) == unfinished and (unfinished or not name.startswith("nvrtc-")):
+            if name.startswith(files.UNFINISHED) == unfinished and (unfinished or not name.startswith("nvrtc-")):
                 yield self._folder / name
 
     # - people
 
     def info(self) -> CacheInfo:
         """How much is in the cache."""
-        sizes = [_size(path) for path in self._children()]
+        sizes = [files.folder_size(path) for path in self._children()]
         return CacheInfo(self.root, len(sizes), sum(sizes), self.max_bytes)
 
     def clear(self) -> int:
@@ -306,9 +304,9 @@ class KernelCache:
             return 0
         entries = list(self._children())
         for path in entries:
-            _remove(path)
+            files.remove(path)
         for path in self._children(unfinished=True):
-            _delete(path)
+            files.delete(path)
         self._forget_build()
         return len(entries)
 
@@ -329,7 +327,7 @@ class KernelCache:
         """
         try:
             remembered = json.loads(self._build_record().read_bytes())
-            if _file_stamp(remembered["path"]) == remembered["stamp"]:
+            if files.stamp(remembered["path"]) == remembered["stamp"]:
                 return str(remembered["build"])
         except (*_UNSOUND, ImportError):
             pass
@@ -337,8 +335,8 @@ class KernelCache:
         if path is not None:
             try:
                 if self._prepare():
-                    record = {"path": path, "stamp": _file_stamp(path), "build": build}
-                    _write_file(self._build_record(), json.dumps(record).encode())
+                    record = {"path": path, "stamp": files.stamp(path), "build": build}
+                    files.write_file(self._build_record(), json.dumps(record).encode())
             except OSError as error:
                 _warn_once(self.root, f"cannot be written ({error})")
         return build
@@ -351,92 +349,6 @@ class KernelCache:
         self.__dict__.pop("nvrtc_build", None)
         with suppress(OSError, ImportError):
             self._build_record().unlink()
-
-
-# --- files -----------------------------------------------------------------------------------------------------
-
-
-def _file_stamp(path: str) -> list[int]:
-    status = os.stat(path)
-    return [status.st_size, status.st_mtime_ns]
-
-
-def _unfinished_name(folder: Path) -> Path:
-    return folder / f"{_UNFINISHED}{os.getpid()}-{os.urandom(8).hex()}"
-
-
-def _write_synced(path: Path, data: bytes) -> None:
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o600)
-    with open(descriptor, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(descriptor)
-
-
-def _sync_folder(folder: Path) -> None:
-    with suppress(OSError):  # not every system can
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-
-
-def _write_file(target: Path, data: bytes) -> None:
-    """Replace a file in one step."""
-    staging = _unfinished_name(target.parent)
-    try:
-        _write_synced(staging, data)
-        os.replace(staging, target)
-    except OSError:
-        _delete(staging)
-        raise
-
-
-def _write_folder(target: Path, files: Mapping[str, bytes]) -> None:
-    """Make a folder with its files appear in one step, unless it is there already: then another process won."""
-    staging = _unfinished_name(target.parent)
-    try:
-        staging.mkdir(mode=0o700)
-        for name, data in files.items():
-            _write_synced(staging / name, data)
-        _sync_folder(staging)
-        try:
-            os.rename(staging, target)
-        except OSError as error:
-            # By number first: what was in the way may be gone again. Windows has a number of its own.
-            if error.errno not in (errno.EEXIST, errno.ENOTEMPTY) and not target.is_dir():
-                raise
-            _delete(staging)
-        _sync_folder(target.parent)
-    except OSError:
-        _delete(staging)
-        raise
-
-
-def _remove(path: Path) -> None:
-    """Take an entry away in one step, then delete it; never fails."""
-    doomed = _unfinished_name(path.parent)
-    with suppress(OSError):
-        os.rename(path, doomed)
-        _delete(doomed)
-
-
-def _delete(path: Path) -> None:
-    from shutil import rmtree
-
-    if path.is_dir() and not path.is_symlink():
-        rmtree(path, ignore_errors=True)
-    else:
-        with suppress(OSError):
-            path.unlink()
-
-
-def _size(entry: Path) -> int:
-    """Bytes in an entry; 0 for one that is going away."""
-    with suppress(OSError), os.scandir(entry) as files:
-        return sum(file.stat().st_size for file in files)
-    return 0
 
 
 def _last_use(entry: Path) -> float:

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cuflash import cache, compiler, kernels, params, render
+from cuflash import cache, compiler, files, kernels, params, render
 from cuflash.cache import CacheKey, KernelCache, cache_key, load_prebuilt, open_cache
 from cuflash.compiler import Compiled
 from cuflash.errors import MissingKernelError
@@ -340,7 +340,7 @@ def test_the_bound_holds_even_for_one_entry(root):
 
 def test_what_dead_processes_left_is_swept(store):
     publish(store, 1)
-    stale, fresh = store._folder / f"{cache._UNFINISHED}1-a", store._folder / f"{cache._UNFINISHED}2-b"
+    stale, fresh = store._folder / f"{files.UNFINISHED}1-a", store._folder / f"{files.UNFINISHED}2-b"
     for path in (stale, fresh):
         path.mkdir()
         (path / "kernel.cubin").write_bytes(b"x" * 100)
