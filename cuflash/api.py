@@ -117,6 +117,7 @@ def attention(
     else:
         if not plan.apart(q_at, k_at, v_at, out_at):
             check_apart(make_request((q, k, v), out, causal=causal, scale=scale, layout=layout, return_lse=return_lse))
+            plan.prove_apart(q_at, k_at, v_at, out_at)
         kind.written(out)
     lse, lse_at = kind.empty(q, plan.lse_shape, "float32") if return_lse else (None, 0)
     plan.launch(q_at, k_at, v_at, out_at, lse_at, kind.stream(plan.device))

@@ -30,6 +30,9 @@ Origin = Literal["memory", "disk", "prebuilt", "compiled"]
 MAX_PLANS = 4096
 """Bound of the plan table (some 2 KB each); the oldest goes. Lengths that grow step by step make many plans."""
 
+MAX_PROVEN = 16
+"""Placements of interleaved arrays, such as the parts of a packed one, that a plan remembers."""
+
 
 # --- kernels ---------------------------------------------------------------------------------------------------
 
@@ -206,8 +209,8 @@ class CallPlan:
     """
 
     __slots__ = (
-        "_block", "_handle", "_smem_bytes", "_spans", "alignment", "dead", "device", "launches", "loaded", "lse_shape",
-        "out_shape",
+        "_block", "_handle", "_proven", "_smem_bytes", "_spans", "alignment", "dead", "device", "launches", "loaded",
+        "lse_shape", "out_shape",
     )  # fmt: skip
 
     def __init__(
@@ -225,6 +228,7 @@ class CallPlan:
             self._handle = loaded.kernel.handle
             self._block = (loaded.config.threads, 1, 1)
             self._smem_bytes = loaded.config.smem_bytes(loaded.problem)
+        self._proven: set[tuple[int, int, int]] = set()
         self._spans: tuple[tuple[int, int], ...] = ()
         if request.out is not None:
             self._spans = tuple(span(x) for x in (request.q, request.k, request.v, request.out))
@@ -244,7 +248,10 @@ class CallPlan:
             driver.launch(self._handle, grid, self._block, self._smem_bytes, stream, buffer.address)
 
     def apart(self, q: int, k: int, v: int, out: int) -> bool:
-        """Whether the span of memory of ``out``, which the call was given, meets that of no input."""
+        """Whether ``out``, which the call was given, is known to share memory with no input.
+
+        Their spans do not meet, or these distances were proven before.
+        """
         (q_low, q_high), (k_low, k_high), (v_low, v_high), (low, high) = self._spans
         low += out
         high += out
@@ -252,7 +259,12 @@ class CallPlan:
             (high <= q + q_low or q + q_high <= low)
             and (high <= k + k_low or k + k_high <= low)
             and (high <= v + v_low or v + v_high <= low)
-        )
+        ) or (q - out, k - out, v - out) in self._proven
+
+    def prove_apart(self, q: int, k: int, v: int, out: int) -> None:
+        """Remember that arrays at these distances share no memory, though their spans meet."""
+        if len(self._proven) < MAX_PROVEN:
+            self._proven.add((q - out, k - out, v - out))
 
 
 def span(x: Operand) -> tuple[int, int]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -49,13 +50,22 @@ def views(arrays: Sequence[Any], out: Any) -> tuple[list[Any], Any]:
 def call(function: Callable[..., Any], arrays: Sequence[Any], out: Any, options: Mapping[str, Any]) -> Any:
     """Call ``function(q, k, v, out=..., **options)`` with views of foreign arrays; results are of their kind."""
     viewed, out_view = views(arrays, out)
-    result = function(*viewed, out=out_view, **options)
-    if not isinstance(viewed[0], np.ndarray):
-        _keeper.hold(viewed[0].data.device_id, (*arrays, out))
-    give_back = _to_jax if _is_jax(arrays[0]) else _to_producer
-    results = result if isinstance(result, tuple) else (result,)
-    given = [out if x is out_view else give_back(x, arrays[0]) for x in results]
+    on_gpu = not isinstance(viewed[0], np.ndarray)
+    with _on_device_of(viewed[0]) if on_gpu else nullcontext():
+        result = function(*viewed, out=out_view, **options)
+        if on_gpu:
+            _keeper.hold((*arrays, out))
+        give_back = _to_jax if _is_jax(arrays[0]) else _to_producer
+        results = result if isinstance(result, tuple) else (result,)
+        given = [out if x is out_view else give_back(x, arrays[0]) for x in results]
     return tuple(given) if isinstance(result, tuple) else given[0]
+
+
+def _on_device_of(view: Any) -> AbstractContextManager[Any]:
+    """Make a CuPy array's device current: CuPy exports an array on the current stream of the current device."""
+    kind = kind_of(view)
+    assert kind is not None
+    return kind.on_device(view.data.device_id)
 
 
 def mixed(label_q: str, name: str, found: str) -> str:
@@ -187,16 +197,15 @@ class Keeper:
         self._held: list[tuple[Any, tuple[Any, ...]]] = []
         self._lock = threading.Lock()
 
-    def hold(self, device: int, arrays: tuple[Any, ...]) -> None:
-        """Hold arrays that work queued on CuPy's current stream of a device reads or writes."""
+    def hold(self, arrays: tuple[Any, ...]) -> None:
+        """Hold arrays that work queued on CuPy's current stream reads or writes."""
         import cupy
 
-        with cupy.cuda.Device(device):
-            stream = cupy.cuda.get_current_stream()
-            if stream.is_capturing():
-                return  # a graph's arrays are its owner's to keep, and its events cannot be asked
-            event = cupy.cuda.Event(disable_timing=True)
-            event.record(stream)
+        stream = cupy.cuda.get_current_stream()
+        if stream.is_capturing():
+            return  # a graph's arrays are its owner's to keep, and its events cannot be asked
+        event = cupy.cuda.Event(disable_timing=True)
+        event.record(stream)
         with self._lock:
             held = [*self._held, (event, arrays)]
             self._held = [pair for pair in held if not pair[0].done]

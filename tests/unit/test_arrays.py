@@ -407,7 +407,7 @@ def test_dlpack_on_a_gpu_needs_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_dlpack_on_a_gpu_goes_through_cupy(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
     """Views by CuPy, the launch on CuPy's stream, the inputs held until it has passed."""
     kept: list[Any] = []
-    monkeypatch.setattr(bridge._keeper, "hold", lambda device, held: kept.append((device, held)))
+    monkeypatch.setattr(bridge._keeper, "hold", lambda held: kept.append((gpu.device, held)))
     monkeypatch.setattr(gpu.cupy, "from_dlpack", lambda x: gpu.array(x.array, device=1))
     managed = type("Managed", (Producer,), {"device": (13, 0)})
     gpu.streams[1] = 99
@@ -435,11 +435,9 @@ class Event:
 
 def test_keeper_releases_what_the_stream_has_passed(monkeypatch: pytest.MonkeyPatch) -> None:
     cupy = pytest.importorskip("cupy")
-    from contextlib import nullcontext
     from types import SimpleNamespace
 
     stream = SimpleNamespace(is_capturing=lambda: capturing)
-    monkeypatch.setattr(cupy.cuda, "Device", lambda device: nullcontext())
     monkeypatch.setattr(cupy.cuda, "get_current_stream", lambda: stream)
     monkeypatch.setattr(cupy.cuda, "Event", Event)
     monkeypatch.setattr(Event, "events", [])
@@ -451,17 +449,17 @@ def test_keeper_releases_what_the_stream_has_passed(monkeypatch: pytest.MonkeyPa
     things = [Thing() for _ in range(3)]
     alive = [weakref.ref(thing) for thing in things]
     for thing in things[:2]:
-        keeper.hold(0, (thing,))
+        keeper.hold((thing,))
     del things[:2], thing
     gc.collect()
     assert all(ref() is not None for ref in alive), "dropped before the stream passed"
     Event.events[1].done = True  # not the oldest: another stream's
-    keeper.hold(0, (things[0],))
+    keeper.hold((things[0],))
     del things
     gc.collect()
     assert [ref() is not None for ref in alive] == [True, False, True]
     capturing = True
-    keeper.hold(0, (Thing(),))
+    keeper.hold((Thing(),))
     assert len(keeper) == 2 and len(Event.events) == 3
 
 

@@ -60,6 +60,30 @@ def test_equal_calls_are_hits(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> 
     assert len(gpu.launches) == 2 * len(cases) and len(jit.PLANS) == len(cases)
 
 
+def test_interleaved_arrays_are_told_apart_once(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The parts of a packed (B, N, H, 4, D) array; wherever it lies, but not in any other arrangement."""
+
+    def parts(base: int, *places: int) -> list[Any]:
+        strides = (128 * 8 * 512, 8 * 512, 512, 2)
+        return [gpu.at(base + 128 * place, (1, 128, 8, 64), strides=strides) for place in places]
+
+    checks: list[Any] = []
+    real = api.check_apart
+    monkeypatch.setattr(api, "check_apart", lambda request: checks.append(request) or real(request))
+    for base in (1 << 40, 2 << 40, 3 << 40):
+        *operands, out = parts(base, 0, 1, 2, 3)
+        cuflash.attention(*operands, out=out)
+    assert len(checks) == 1 and len(jit.PLANS) == 1
+    *operands, out = parts(1 << 40, 0, 1, 3, 2)
+    cuflash.attention(*operands, out=out)
+    assert len(checks) == 2 and len(jit.PLANS) == 1
+    for _ in range(2):
+        *operands, out = parts(1 << 40, 0, 1, 2, 2)
+        with pytest.raises(ValueError, match="out shares memory with v"):
+            cuflash.attention(*operands, out=out)
+    assert len(checks) == 4
+
+
 def test_pointers_are_those_of_the_call(gpu: FakeGpu) -> None:
     """Nothing of an earlier call's addresses or stream is left in a plan."""
     for i in range(1, 4):
