@@ -15,7 +15,8 @@ constexpr uint16_t kNobody = 0xffff, kMany = 0xfffe;
 // The history of two bytes of shared memory, as far as it can still race.
 struct Granule {
     uint32_t write_epoch, write_warp_epoch, read_epoch, read_warp_epoch;
-    uint16_t writer;                     // a thread
+    uint16_t writer;                     // the last thread that wrote
+    uint32_t writer_lanes;               // all lanes of its warp that wrote this value since the last barrier
     uint16_t reader_warp, reader_lane;   // in read_epoch
     uint16_t copier;                     // the thread whose cp.async is in flight
     bool written;
@@ -42,9 +43,12 @@ bool shared_ok(uint32_t address, int bytes, const char* what) {
     return false;
 }
 
-bool same_thread_or_ordered(uint16_t thread, uint32_t warp_epoch) {
+// Whether the last write comes before what the current thread does now, by its program order or a warp barrier.
+bool written_before(const Granule& g, bool whole_warp) {
     const Thread& me = *machine.current;
-    return thread == me.index || (thread / kWarpSize == warp_of(me) && warp_epoch < machine.warps[warp_of(me)].epoch);
+    if (g.write_epoch != machine.epoch) return true;
+    if (g.writer / kWarpSize != warp_of(me)) return false;
+    return g.write_warp_epoch < machine.warps[warp_of(me)].epoch || (g.writer_lanes >> lane_of(me) & 1 && !whole_warp);
 }
 
 void note_read(uint32_t address, int bytes, bool whole_warp) {
@@ -54,10 +58,7 @@ void note_read(uint32_t address, int bytes, bool whole_warp) {
     for (Granule* g = &history[address / 2]; g < &history[(address + bytes) / 2]; g++) {
         if (!g->written) fault("uninitialised shared read", "address %u", address);
         if (g->copier != kNobody) fault("shared race", "address %u is read while thread %d's cp.async is in flight", address, g->copier);
-        else if (g->write_epoch == machine.epoch && (g->writer != me.index || whole_warp)) {
-            const bool ordered = g->writer / kWarpSize == warp && g->write_warp_epoch < warp_epoch;
-            if (!ordered) fault("shared race", "address %u: read after an unordered write by thread %d", address, g->writer);
-        }
+        else if (!written_before(*g, whole_warp)) fault("shared race", "address %u: read after an unordered write by thread %d", address, g->writer);
         if (g->read_epoch != machine.epoch) {
             g->read_epoch = machine.epoch;
             g->reader_warp = warp;
@@ -69,6 +70,13 @@ void note_read(uint32_t address, int bytes, bool whole_warp) {
     }
 }
 
+// Whether lanes other than the current one have written the value since the warp's last barrier.
+bool others_wrote(const Granule& g) {
+    const Thread& me = *machine.current;
+    const bool recent = g.writer / kWarpSize == warp_of(me) && g.write_warp_epoch == machine.warps[warp_of(me)].epoch;
+    return recent && g.writer_lanes & ~(1u << lane_of(me));
+}
+
 // Reports any earlier access that this write by the current thread may overtake.
 void check_write(const Granule& g, uint32_t address) {
     const Thread& me = *machine.current;
@@ -76,7 +84,7 @@ void check_write(const Granule& g, uint32_t address) {
         fault("shared race", "address %u is written while thread %d's cp.async is in flight", address, g.copier);
         return;
     }
-    if (g.write_epoch == machine.epoch && g.written && !same_thread_or_ordered(g.writer, g.write_warp_epoch))
+    if (!written_before(g, false) || (g.write_epoch == machine.epoch && others_wrote(g)))
         fault("shared race", "address %u: write after an unordered write by thread %d", address, g.writer);
     if (g.read_epoch != machine.epoch) return;
     const bool other_warp = g.reader_warp != warp_of(me);
@@ -84,10 +92,15 @@ void check_write(const Granule& g, uint32_t address) {
     if (other_warp || other_lane) fault("shared race", "address %u: write after an unordered read", address);
 }
 
-void note_write(Granule& g) {
+// `same`: the value was there already, so that the lanes that wrote it before may still read it.
+void note_write(Granule& g, bool same) {
+    const Thread& me = *machine.current;
+    const uint32_t warp_epoch = machine.warps[warp_of(me)].epoch;
+    const bool joins = same && g.write_epoch == machine.epoch && g.writer / kWarpSize == warp_of(me) && g.write_warp_epoch == warp_epoch;
+    g.writer_lanes = (joins ? g.writer_lanes : 0) | 1u << lane_of(me);
     g.write_epoch = machine.epoch;
-    g.write_warp_epoch = machine.warps[warp_of(*machine.current)].epoch;
-    g.writer = (uint16_t)machine.current->index;
+    g.write_warp_epoch = warp_epoch;
+    g.writer = (uint16_t)me.index;
     g.written = true;
 }
 
@@ -125,7 +138,7 @@ void complete(const Copy& c) {
     for (int i = 0; i < c.bytes; i += 2) {
         Granule& g = history[(c.to + i) / 2];
         g.copier = kNobody;
-        note_write(g);
+        note_write(g, false);
     }
 }
 
@@ -182,8 +195,9 @@ void store_shared(uint32_t address, const void* from, int bytes) {
     for (int i = 0; i < bytes; i += 2) {
         Granule& g = history[(address + i) / 2];
         // Lanes that write what is there already are a common idiom, and harmless.
-        if (!g.written || memcmp(shared + address + i, static_cast<const char*>(from) + i, 2)) check_write(g, address + i);
-        note_write(g);
+        const bool same = g.written && !memcmp(shared + address + i, static_cast<const char*>(from) + i, 2);
+        if (!same) check_write(g, address + i);
+        note_write(g, same);
     }
     memcpy(shared + address, from, bytes);
 }

@@ -39,10 +39,12 @@ def lengths_of(config: KernelConfig) -> tuple[int, int]:
 
 @pytest.mark.parametrize("index", range(len(FORWARD)), ids=[row_name(row) for row in FORWARD])
 def test_tuned_configs(index: int) -> None:
-    """Each row of the tuning table once, dtypes and masks in turn."""
+    """Each row of the tuning table, dtypes and masks in turn; also with head dims as different as the row may get."""
     row = FORWARD[index]
-    dims, dtype = (row.head_dim, row.head_dim), TYPES[index % 2]
-    check(Case(lengths_of(row.config), dims, (3, 1), dtype=dtype, causal=CAUSAL[index % 3], arch=row.arches[0]))
+    d, small = row.head_dim, ((row.head_dim, 8), (8, row.head_dim))[index % 2]
+    for dims in ((d, d), small):
+        lengths, dtype = lengths_of(row.config), TYPES[index % 2]
+        check(Case(lengths, dims, (3, 1), dtype=dtype, causal=CAUSAL[index % 3], arch=row.arches[0]))
 
 
 @pytest.mark.slow

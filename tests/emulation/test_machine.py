@@ -152,6 +152,8 @@ FAULTS = {
         f"{COPY} cp_async_wait<1>(); cta_sync(); ld_shared_chunk(smem + 16 * t);",  # waits for too little
         f"{COPY} {COPY} cp_async_wait<0>();",  # two copies to one place
         "st_shared(smem, (u32)t);",
+        "if (t == 0) st_shared(smem, 7u); if (t == 1) ld_shared_f32(smem);",
+        "if (warp == 0) { st_shared(smem, 7u); if (lane == 3) st_shared(smem, 8u); }",
     ],
     "global access out of range": [
         "ld_global_u16(p.in + 4096);",
@@ -207,7 +209,7 @@ ORDERED = [
     f"{COPY} cp_async_wait<0>(); cta_sync(); {GET}",
     f"{COPY} {COPY.replace('smem', 'smem + 1024')} cp_async_wait<1>(); cta_sync(); {GET} cp_async_wait<0>();",
     f"{COPY.replace('p.in', 'p.in + 4096').replace(', 16, true', ', 0, true')} cp_async_wait<0>();",  # reads nothing
-    "st_shared(smem, 7u);",  # all write the same
+    "if (warp == 0) { st_shared(smem, 7u); ld_shared_f32(smem); }",  # all write the same, and read what each wrote
 ]
 
 
