@@ -66,7 +66,7 @@ class KernelConfig:
         return f"m{self.block_m}n{self.block_n}w{self.warps}s{self.stages}q{self.q_registers}c{self.ctas}"
 
     def smem(self, problem: AttentionProblem) -> tuple[SmemRegion, ...]:
-        """The shared-memory map: Q (later the output's staging), K and V of every stage, the rows' softmax references."""
+        """The map: Q (later the output's staging), K and V of every stage, the rows' softmax references."""
         pitch_k = round_up(problem.head_dim, PITCH_STEP) * ELEMENT_BYTES
         pitch_v = round_up(problem.head_dim_v, PITCH_STEP) * ELEMENT_BYTES
         sizes = [("q_and_out", self.block_m * max(pitch_k, pitch_v))]

@@ -16,7 +16,7 @@ from .request import Causal
 
 __all__ = ["oracle", "tile_schedule"]
 
-LAZY_LOG2 = 3.0
+LAZY_LOG2 = 4.0
 """Probabilities may exceed 1 by this power of two before a kernel raises its softmax reference."""
 HUGE_EXPONENT = 2.0**22
 """From here on a kernel subtracts the reference before it multiplies by the scale (see device/softmax.cuh)."""
@@ -81,8 +81,9 @@ def tile_schedule(
 ) -> tuple[Array, Array]:
     """What the forward kernel of `config` computes, up to the order of sums inside a matrix product.
 
-    The last key tile comes first; a warp keeps an older softmax reference until a score exceeds it by 2**LAZY_LOG2 in the
-    probability; probabilities are rounded to the input dtype before P V; sums, maxima and products are float32.
+    The last key tile comes first; a warp keeps an older softmax reference until a score exceeds it by
+    2**LAZY_LOG2 in the probability; probabilities are rounded to the input dtype before P V; sums, maxima and products
+    are float32.
 
     Parameters
     ----------

@@ -1,20 +1,20 @@
 """Tuning table of the Ampere-style kernels (mma.sync, ldmatrix, cp.async), for every target.
 
-Figures are medians on an H200 beside torch's flash backend (FlashAttention-2), bf16, 16384 tokens, 2048 channels; see bench/LOG.md.
+What was tried on an H200, with figures, is in bench/LOG.md.
 Rows of targets that were not measured follow from shared memory and registers, and say so.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..config import KernelConfig
 from ..problem import AttentionProblem
 
-LARGE = ("sm_90", "sm_100")
-"""227 KiB of shared memory for a block."""
 SMALL = ("sm_86", "sm_89", "sm_120")
 """99 KiB of shared memory for a block."""
+
+NARROW_REASON = "narrow accesses need registers for addresses, so narrower key tiles and Q in shared memory"
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,34 +33,35 @@ def _row(
 
 
 FORWARD = (
+    _row(("sm_90",), 32, 128, 64, warps=4, q=2, ctas=3, reason="small enough for three blocks, which hide softmax"),
+    _row(("sm_90",), 64, 128, 64, warps=4, q=4, ctas=2, reason="32 rows a warp; Q in registers saves ldmatrix"),
+    _row(("sm_90",), 96, 128, 64, warps=4, q=2, ctas=2, reason="as 128, with room for two k-steps of Q"),
+    _row(("sm_90",), 128, 128, 64, warps=4, q=0, ctas=2, reason="32 rows a warp halve K and V reads; two blocks"),
+    _row(("sm_90",), 192, 128, 64, warps=8, q=12, ctas=1, reason="O leaves room for 16 rows a warp, and all of Q"),
+    _row(("sm_90",), 256, 128, 64, warps=8, q=10, ctas=1, reason="O leaves room for 16 rows a warp, and most of Q"),
+    _row(("sm_100",), 64, 128, 64, warps=4, q=4, ctas=2, reason="as on sm_90; not measured there"),
     _row(("sm_100",), 128, 128, 48, warps=4, q=0, ctas=2, reason="64 keys spill there; not measured there"),
-    _row(("sm_100",), 256, 128, 64, warps=8, q=6, ctas=1, reason="8 k-steps of Q spill there; not measured there"),
-    _row(LARGE, 64, 128, 64, warps=4, q=4, ctas=2, reason="32 rows a warp; Q in registers saves a third of ldmatrix"),
-    _row(
-        LARGE,
-        128,
-        128,
-        64,
-        warps=4,
-        q=0,
-        ctas=2,
-        reason="32 rows a warp halve K and V traffic; two blocks hide softmax",
-    ),
-    _row(LARGE, 192, 128, 64, warps=8, q=12, ctas=1, reason="O leaves room for 16 rows a warp; all of Q in registers"),
-    _row(LARGE, 256, 128, 64, warps=8, q=8, ctas=1, reason="O leaves room for 16 rows a warp; half of Q in registers"),
+    _row(("sm_100",), 192, 128, 64, warps=8, q=12, ctas=1, reason="as on sm_90; not measured there"),
+    _row(("sm_100",), 256, 128, 64, warps=8, q=4, ctas=1, reason="more of Q spills there; not measured there"),
     _row(("sm_80",), 64, 128, 64, warps=4, q=4, ctas=2, reason="as on sm_90; not measured there"),
     _row(("sm_80",), 128, 128, 48, warps=4, q=0, ctas=2, reason="two blocks within 164 KiB; not measured there"),
     _row(("sm_80",), 192, 128, 64, warps=8, q=12, ctas=1, reason="144 KiB of 163; not measured there"),
     _row(("sm_80",), 256, 128, 48, warps=8, q=4, ctas=1, reason="160 KiB of 163; not measured there"),
     _row(SMALL, 64, 128, 64, warps=4, q=4, ctas=2, reason="two blocks within 100 KiB; not measured there"),
-    _row(SMALL, 128, 128, 64, warps=8, q=8, ctas=1, reason="96 KiB of 99, so one block of 8 warps; not measured there"),
+    _row(SMALL, 128, 128, 64, warps=8, q=8, ctas=1, reason="96 KiB of 99, so one block; not measured there"),
     _row(SMALL, 192, 64, 48, warps=4, q=8, ctas=1, reason="96 KiB of 99; not measured there"),
     _row(SMALL, 256, 64, 32, warps=4, q=4, ctas=1, reason="96 KiB of 99; not measured there"),
 )
 
 
 def forward_config(problem: AttentionProblem) -> KernelConfig:
-    """The config of the row with the smallest head dim that serves the problem; the first of equal rows."""
+    """The config of the row with the smallest head dim that serves the problem.
+
+    Accesses of less than 16 bytes take more addresses, and so registers, from the rest of the kernel.
+    """
     head_dim = max(problem.head_dim, problem.head_dim_v)
     rows = (row for row in FORWARD if problem.arch in row.arches and head_dim <= row.head_dim)
-    return min(rows, key=lambda row: row.head_dim).config
+    config = min(rows, key=lambda row: row.head_dim).config
+    if problem.access_bytes < 16:
+        return replace(config, q_registers=0, block_n=max(32, config.block_n - 16), reason=NARROW_REASON)
+    return config

@@ -8,13 +8,13 @@
 #include "device/ptx.cuh"
 
 // A larger slack would be as safe (fp16 holds 2^15) and hardly faster, but less accurate: where one key outweighs the others, its
-// probability should be near 1, which rounding to 16 bits does not change. 8 makes the largest error 1.5 times that of exact maxima, 3 1.07.
-constexpr float kSlack = 3.f;
+// probability should be near 1, which rounding to 16 bits does not change. 8 makes the largest error 1.5 times that of exact maxima, 4 1.1.
+constexpr float kSlack = 4.f;
 // Two exponents fail the lazy test on purpose (exponent + kSlack < 0), so that their rows take the exact path in every step.
 // A row that has seen no key: this exponent never meets a finite score.
 constexpr float kEmptyExponent = -1e30f;
 // From |reference * scale| = 2^22 on, the product is rounded to more than 1/4: such a row subtracts its reference from the scores before
-// they are multiplied, and its probabilities carry a constant factor of 2^4 instead.
+// they are multiplied, and its probabilities carry a constant factor of 2^5 instead.
 constexpr float kHugeProduct = 4194304.f;
 constexpr float kHugeExponent = -kSlack - 1.f;
 
@@ -80,22 +80,27 @@ private:
 
     DEVICE void raise_references(Scores& s, Output& o, float scale) {
         const u32 references = thread_references();
+        float correction[kRowBlocks][2];
+        bool any_seen = false, any_huge = false;
         #pragma unroll
         for (int w = 0; w < kRowBlocks; w++)
             #pragma unroll
             for (int r = 0; r < 2; r++) {
                 const u32 address = references + row_offset(w, r);
                 const float old = ld_shared_f32(address), top = max_f32(old, quad_max(row_max(s[w], r)));
-                const bool huge = is_huge(top, scale);
+                const bool seen = old != minus_infinity(), huge = is_huge(top, scale);
                 warp_sync();   // the four lanes of a row share the word: all have read it
                 st_shared_f32(address, top);
                 // The difference of the rounded products, because those are what probability() subtracts; huge ones differ first.
                 const float shift = huge ? mul_f32(old - top, scale) : mul_f32(old, scale) - mul_f32(top, scale);
                 const float factor = (is_huge(old, scale) ? kHugeExponent : 0.f) - (huge ? kHugeExponent : 0.f);
-                rescale(sum[w][r], o[w], r, old == minus_infinity() ? 0.f : exp2_approx(shift + factor));
+                correction[w][r] = seen ? exp2_approx(shift + factor) : 0.f;
                 exponent[w][r] = top == minus_infinity() ? kEmptyExponent : huge ? kHugeExponent : mul_f32(top, scale);
-                subtract(s[w], r, huge ? top : 0.f);
+                any_seen |= seen;
+                any_huge |= huge;
             }
+        if (warp_any(any_seen)) rescale(o, correction);
+        if (warp_any(any_huge)) subtract_huge(s, references);
     }
 
     DEVICE static bool is_huge(float reference, float scale) {
@@ -109,14 +114,25 @@ private:
         return top;
     }
 
-    DEVICE static void rescale(float& row_sum, float (&o)[kColumnsOut / 2], int r, float correction) {
-        row_sum *= correction;
+    DEVICE void rescale(Output& o, const float (&correction)[kRowBlocks][2]) {
         #pragma unroll
-        for (int i = 0; i < kColumnsOut / 8; i++) { o[4 * i + 2 * r] *= correction; o[4 * i + 2 * r + 1] *= correction; }
+        for (int w = 0; w < kRowBlocks; w++)
+            #pragma unroll
+            for (int r = 0; r < 2; r++) {
+                sum[w][r] *= correction[w][r];
+                #pragma unroll
+                for (int i = 0; i < kColumnsOut / 8; i++) { o[w][4 * i + 2 * r] *= correction[w][r]; o[w][4 * i + 2 * r + 1] *= correction[w][r]; }
+            }
     }
 
-    DEVICE static void subtract(float (&s)[kColumns / 2], int r, float shift) {
+    DEVICE void subtract_huge(Scores& s, u32 references) const {
         #pragma unroll
-        for (int i = 0; i < kPairs; i++) { s[4 * i + 2 * r] -= shift; s[4 * i + 2 * r + 1] -= shift; }
+        for (int w = 0; w < kRowBlocks; w++)
+            #pragma unroll
+            for (int r = 0; r < 2; r++) {
+                const float shift = exponent[w][r] == kHugeExponent ? ld_shared_f32(references + row_offset(w, r)) : 0.f;
+                #pragma unroll
+                for (int i = 0; i < kPairs; i++) { s[w][4 * i + 2 * r] -= shift; s[w][4 * i + 2 * r + 1] -= shift; }
+            }
     }
 };

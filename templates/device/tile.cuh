@@ -71,7 +71,9 @@ struct TileLoader {
     template <int kRows, bool kCheckRows>
     DEVICE void tile(u32 smem, const unsigned char* source, const GlobalRows& rows, int rows_left, bool go) const {
         static_assert(kRows % kRowsPerPass == 0, "a tile is a whole number of passes");
-        #pragma unroll
+        // Unrolled, the scalar variant would hold the elements of many passes in registers that the main loop does not have.
+        constexpr int kUnroll = kAccessBytes == 2 ? 1 : kRows / kRowsPerPass;
+        #pragma unroll kUnroll
         for (int i = 0; i < kRows / kRowsPerPass; i++) pass<kCheckRows>(smem, source, rows, i, rows_left, go);
     }
 
