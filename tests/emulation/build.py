@@ -17,7 +17,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from cuflash.render import Source
+from cuflash.render import Source, template_root
 
 KEEP_SECONDS = 3 * 24 * 3600
 """Libraries that were not used for so long are removed."""
@@ -140,3 +140,11 @@ def build(source: Source) -> Path:
         _publish(staging, final)
     os.utime(final)
     return final / "kernel.so"
+
+
+def compile_snippet(text: str, folder: Path) -> Path:
+    """A shared library of a few lines that use the device headers, with nothing executed by the machine."""
+    (folder / "snippet.cpp").write_text(text)
+    paths = [f"-I{HERE}", f"-I{template_root()}"]
+    _run_compiler([*FLAGS, *paths, "-include", "machine.h", "-shared", "snippet.cpp", "-o", "snippet.so"], folder)
+    return folder / "snippet.so"

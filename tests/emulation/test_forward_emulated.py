@@ -5,16 +5,22 @@ All but NVRTC and the launch itself is the product's own: checks, problem, confi
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import replace
+from itertools import product
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from cuflash.arch import ARCHES
 from cuflash.arch.sm80 import FORWARD, Row
 from cuflash.config import KernelConfig
-from tests.emulation.build import compiler
+from cuflash.kernels import select_config
+from cuflash.problem import AttentionProblem
+from tests.emulation.build import compile_snippet, compiler
 from tests.emulation.cases import BHSD, BSHD, Case, assert_clean, assert_right, check, edge_lengths, run
 from tests.emulation.launch import Timing, forward
 from tests.emulation.tensors import allocate, place
@@ -55,6 +61,29 @@ def test_tuned_configs_in_full(row: Row, dtype: str, causal: str) -> None:
     d = row.head_dim
     for dims, rise in (((d, d), 30.0), ((d - 24, d - 56), 1.0)):
         check(Case(lengths_of(row.config), dims, (3, 1), 2, dtype, causal, arch=row.arches[-1], rise=rise))
+
+
+def rows_per_pass(folder: Path) -> dict[tuple[int, int], int]:
+    """How many rows of a head dim, in k-steps of 16, a block copies at once: from the device header itself."""
+    keys = [(steps, threads) for steps in range(1, 17) for threads in (128, 256)]
+    values = ", ".join(f"TileLoader<{16 * steps}, {threads}, 16>::kRowsPerPass" for steps, threads in keys)
+    text = f'#include "device/tile.cuh"\nextern "C" const int rows[] = {{{values}}};'
+    library = ctypes.CDLL(str(compile_snippet(text, folder)))
+    return dict(zip(keys, (ctypes.c_int * len(keys)).in_dll(library, "rows"), strict=True))
+
+
+@pytest.mark.parametrize("arch", ARCHES)
+def test_tiles_are_whole_passes(arch: str, tmp_path: Path) -> None:
+    """What the kernel asserts when it is compiled holds for every pair of head dims and every access width."""
+    rows, wrong = rows_per_pass(tmp_path), []
+    for width, steps, steps_v in product((16, 8, 4, 2), range(1, 17), range(1, 17)):
+        short = {16: 0, 8: 4, 4: 2, 2: 1}[width]
+        dims = (16 * steps - short, 16 * steps_v - short)
+        config = select_config(AttentionProblem(*dims, "bfloat16", "full", width, False, arch))
+        q, v = rows[steps, config.threads], rows[steps_v, config.threads]
+        if config.block_m % q or config.block_n % q or config.block_n % v:
+            wrong.append((width, dims, config.label))
+    assert not wrong, f"{len(wrong)} kernels do not compile, {wrong[0]} the first"
 
 
 @pytest.mark.parametrize("stages", [3, 4])
