@@ -13,9 +13,11 @@ import pytest
 
 import cuflash
 from cuflash import api, driver, jit
-from cuflash.arrays import cupy_arrays
 from tests.unit import fake_gpu
 from tests.unit.fake_gpu import FakeGpu
+
+pytest.importorskip("cupy")
+from cuflash.arrays import cupy_arrays  # noqa: E402
 
 
 @pytest.fixture
