@@ -26,7 +26,8 @@ failed=0
 for tool in "${tools[@]}"; do
     echo "== $tool"
     code=0
-    compute-sanitizer --tool "$tool" --error-exitcode 9 --log-file "$folder/$tool.log" \
+    # cuda-bindings probes for functions of later drivers, which is an API error to memcheck and none of ours
+    compute-sanitizer --tool "$tool" $([ "$tool" = memcheck ] && echo --report-api-errors=no) --error-exitcode 9 --log-file "$folder/$tool.log" \
         "$python" tests/gpu/sanitizer_workload.py || code=$?
     [ "$code" -eq 0 ] || failed=1
     verdict=$(grep -h "SUMMARY" "$folder/$tool.log" | tail -n 1 | sed 's/^=* *//' || true)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import weakref
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -215,21 +216,15 @@ class Kernel:
 
 
 class _Library:
-    """A loaded ``CUlibrary``, unloaded with the last kernel that uses it."""
-
-    __slots__ = ("_library",)
+    """A loaded ``CUlibrary``, unloaded with the last kernel that uses it, but not at exit: the driver goes first."""
 
     def __init__(self, image: bytes) -> None:
         cu = _driver()
         self._library = check(cu.cuLibraryLoadData(image, None, None, 0, None, None, 0))
+        weakref.finalize(self, cu.cuLibraryUnload, self._library).atexit = False
 
     def kernel(self, symbol: str) -> Any:
         return check(_cu.cuLibraryGetKernel(self._library, symbol.encode("ascii")))
-
-    def __del__(self) -> None:
-        # At interpreter exit the driver may be gone already, and a failed load has nothing to unload.
-        if _cu is not None and hasattr(self, "_library"):
-            _cu.cuLibraryUnload(self._library)
 
 
 def load_kernel(compiled: Compiled, smem_bytes: int, device: int) -> Kernel:

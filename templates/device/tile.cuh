@@ -31,7 +31,7 @@ template <int kDim, int kThreads, int kAccessBytes>
 struct TileLoader {
     using Layout = TileLayout<kDim>;
     static constexpr int kChunks = round_up(kDim, 16) / kChunkElements;
-    static constexpr int kLanes = kChunks <= 8 ? 8 : next_pow2(kChunks);
+    static constexpr int kLanes = next_pow2(kChunks) < kThreads / 16 ? kThreads / 16 : next_pow2(kChunks);   // at most 16 rows a pass
     static constexpr int kRowsPerPass = kThreads / kLanes;
     static constexpr bool kWholeChunks = kDim % 16 == 0 && kAccessBytes == 16;
     static_assert(kRowsPerPass % 8 == 0 || kRowsPerPass == 4, "the swizzle of a thread's rows must follow from its first row");
