@@ -17,7 +17,7 @@ from tests.unit import fake_gpu
 from tests.unit.fake_gpu import FakeGpu
 
 pytest.importorskip("cupy")
-from cuflash.arrays import cupy_arrays  # noqa: E402
+from cuflash.arrays import cupy_arrays
 
 
 @pytest.fixture
