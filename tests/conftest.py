@@ -39,6 +39,7 @@ def gpu_count() -> int:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # else JAX takes most of the GPU's memory
     config.stash[_stderr] = os.dup(2)  # before pytest captures it
 
 
