@@ -24,7 +24,7 @@ UNBOUNDED = 1 << 62
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """One kernel of a build: its numbers, or why it failed."""
+    """One kernel of a build: its numbers, or why it failed; ``kept``: it is in the cache that was to be filled."""
 
     symbol: str
     arch: str
@@ -33,10 +33,13 @@ class Built:
     smem_bytes: int = 0
     seconds: float = 0.0
     cached: bool = False
+    kept: bool = True
     error: str = ""
 
     @classmethod
-    def of(cls, problem: AttentionProblem, config: KernelConfig, compiled: Compiled, *, cached: bool) -> Built:
+    def of(
+        cls, problem: AttentionProblem, config: KernelConfig, compiled: Compiled, *, cached: bool, kept: bool
+    ) -> Built:
         return cls(
             compiled.symbol,
             problem.arch,
@@ -45,6 +48,7 @@ class Built:
             config.smem_bytes(problem),
             compiled.seconds,
             cached,
+            kept,
         )
 
 
@@ -60,15 +64,15 @@ def build_one(job: Job, root: Path, max_bytes: int = UNBOUNDED) -> Built:
     cache = KernelCache(root, max_bytes)
     key = cache_key(problem, config)
     compiled = cache.load(key)
-    cached = compiled is not None
+    cached = kept = compiled is not None
     if compiled is None:
         try:
             source = render(problem, config)
             compiled = compile_source(source)
         except CompileError as error:
             return Built(symbol(problem, config), problem.arch, error=f"{error}\n{error.log}".strip())
-        cache.publish(key, source, compiled)
-    return Built.of(problem, config, compiled, cached=cached)
+        kept = cache.publish(key, source, compiled)
+    return Built.of(problem, config, compiled, cached=cached, kept=kept)
 
 
 def build(jobs: Sequence[Job], root: Path, workers: int | None = None, max_bytes: int = UNBOUNDED) -> Iterator[Built]:
@@ -85,5 +89,9 @@ def build(jobs: Sequence[Job], root: Path, workers: int | None = None, max_bytes
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(workers, mp_context=spawn) as pool:
         running = [pool.submit(build_one, job, root, max_bytes) for job in jobs]
-        for future in as_completed(running):
-            yield future.result()
+        try:
+            for future in as_completed(running):
+                yield future.result()
+        except BaseException:  # an interrupt, or the caller has had enough: what has not begun never will
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise

@@ -102,7 +102,7 @@ def _check_causal(causal: Any) -> Causal:
 def _check_scale(scale: Any, q: Operand) -> float:
     if scale is None:
         return 1 / math.sqrt(q.shape[3])
-    if not isinstance(scale, numbers.Real):
+    if not isinstance(scale, BOOLEAN):
         raise TypeError(
             f"scale is a {type(scale).__qualname__}; accepted are real numbers and None (= 1/sqrt(head dim))"
         )

@@ -135,6 +135,11 @@ class _Call:
         """Query heads per key/value head."""
         return int(self.q.shape[1] // self.k.shape[1])
 
+    @property
+    def scales_queries(self) -> bool:
+        """Whether the scale shrinks Q; one that would enlarge it, perhaps beyond all numbers, is for the scores."""
+        return abs(self.scale) <= 1
+
     def blocks(self) -> Iterator[_Block]:
         batch, heads, seqlen_k, head_dim = self.k.shape
         seqlen_q = self.q.shape[2]
@@ -178,6 +183,8 @@ def _attend(call: _Call, block: _Block) -> None:
         k = scratch.operand("k", call.k[block.batches, block.heads, keys])
         v = scratch.operand("v", call.v[block.batches, block.heads, keys])
         p = _scores(scratch, q, k)
+        if not call.scales_queries:
+            p *= call.scale
         hidden = _hidden(call, block.queries, keys) if masked else None
         if hidden is not None:
             np.copyto(_by_query(p, call.group), -np.inf, where=hidden)
@@ -202,10 +209,11 @@ def _attend(call: _Call, block: _Block) -> None:
 
 
 def _gather_queries(call: _Call, block: _Block) -> Array:
-    """The block's queries times the scale; the query heads of a group are rows of one matrix."""
+    """The block's queries, scaled if it is they that are; the query heads of a group are rows of one matrix."""
     heads = slice(block.heads.start * call.group, block.heads.stop * call.group)
     q = call.scratch.copy("q", call.q[block.batches, heads, block.queries])
-    q *= call.scale
+    if call.scales_queries:
+        q *= call.scale
     batch, _, rows, head_dim = q.shape
     return q.reshape(batch, -1, call.group * rows, head_dim)
 

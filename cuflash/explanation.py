@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from . import cost, driver, jit, kernels
 from .arch import ARCHES, Arch, needs_ptx
 from .arrays import CPU, ITEM_BYTES
-from .checks import check_gpu, request_for
+from .checks import check_apart, check_gpu, request_for
 from .config import KernelConfig, SmemRegion
 from .cost import DeviceModel, Shape
 from .errors import UnsupportedError
@@ -134,6 +134,7 @@ def explain(
     scale: float | None = None,
     layout: str = "bshd",
     return_lse: bool = False,
+    out: Any = None,
     compile: bool = False,
     arch: str | None = None,
 ) -> Explanation:
@@ -141,7 +142,7 @@ def explain(
 
     Parameters
     ----------
-    q, k, v, causal, scale, layout, return_lse
+    q, k, v, causal, scale, layout, return_lse, out
         As for `cuflash.attention`. Only shapes, strides, types and devices of the arrays matter.
     compile : bool
         Compile the kernel if it is in no cache, so that registers and spills are known.
@@ -164,9 +165,11 @@ def explain(
     if arch is not None and arch not in ARCHES:
         raise ValueError(f"arch is {arch!r}; accepted are {', '.join(ARCHES)}")
     try:
-        request = request_for((q, k, v), None, causal=causal, scale=scale, layout=layout, return_lse=return_lse)
+        request = request_for((q, k, v), out, causal=causal, scale=scale, layout=layout, return_lse=return_lse)
         if arch is not None and request.device == CPU:
             request = as_if_on_gpu(request)
+        if request.out is not None:
+            check_apart(request)
         on_cpu = request.device == CPU
         target = None if on_cpu else ARCHES[arch] if arch else jit.device_arch(request.device)
     except (ValueError, TypeError, UnsupportedError) as error:
@@ -178,7 +181,8 @@ def explain(
 
 def as_if_on_gpu(request: Request) -> Request:
     """The same request with its arrays on the first GPU, checked by the rules that hold there."""
-    moved = {name: dataclasses.replace(getattr(request, name), device=0) for name in ("q", "k", "v")}
+    given = {"q": request.q, "k": request.k, "v": request.v} | ({"out": request.out} if request.out else {})
+    moved = {name: dataclasses.replace(x, device=0) for name, x in given.items()}
     request = dataclasses.replace(request, **moved)
     check_gpu(request)
     return request

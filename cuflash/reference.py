@@ -18,7 +18,7 @@ __all__ = ["oracle", "tile_schedule"]
 
 LAZY_LOG2 = 4.0
 """Probabilities may exceed 1 by this power of two before a kernel raises its softmax reference."""
-HUGE_EXPONENT = 2.0**22
+LARGE_PRODUCT = 512.0
 """From here on a kernel subtracts the reference before it multiplies by the scale (see device/softmax.cuh)."""
 
 
@@ -146,7 +146,7 @@ class _Warp:
         scores[hidden] = -np.inf
         top = np.fmax.reduce(scores, axis=1, keepdims=True)
         limit = self.reference + self.slack
-        usable = (limit >= 0) & (limit < self.slack * np.float32(HUGE_EXPONENT / LAZY_LOG2))
+        usable = (limit >= 0) & (limit < self.slack * np.float32(LARGE_PRODUCT / LAZY_LOG2))
         exponent = self.reference * self.factor
         if not np.all(usable & (top < limit)):
             exponent = self._raise_reference(scores, np.fmax(self.reference, top))
@@ -158,13 +158,13 @@ class _Warp:
         """Rescale O and the sums to the new reference; returns what the step subtracts in the exponent."""
         old, self.reference = self.reference, top
         empty = top == -np.inf
-        huge = ~empty & (np.abs(top) >= self.slack * np.float32(HUGE_EXPONENT / LAZY_LOG2))
-        shift = np.where(huge, (old - top) * self.factor, old * self.factor - top * self.factor)
+        large = ~empty & (np.abs(top) >= self.slack * np.float32(LARGE_PRODUCT / LAZY_LOG2))
+        shift = np.where(large, (old - top) * self.factor, old * self.factor - top * self.factor)
         correction = np.where(old == -np.inf, np.float32(0.0), np.exp2(shift))
         self.sum *= correction
         self.o *= correction
-        scores -= np.where(huge, top, np.float32(0.0))
-        return np.where(empty | huge, np.float32(0.0), top * self.factor)
+        scores -= np.where(large, top, np.float32(0.0))
+        return np.where(empty | large, np.float32(0.0), top * self.factor)
 
     def result(self) -> tuple[Array, Array]:
         dead = self.sum == 0.0

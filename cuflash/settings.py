@@ -44,26 +44,33 @@ def read_settings() -> Settings:
     ValueError
         A switch has a value that is not accepted; the message names both.
     """
-    prebuilt = os.environ.get("CUFLASH_PREBUILT_DIR")
     return Settings(
         cache_dir=_cache_dir(),
         cache_bytes=_byte_size("CUFLASH_CACHE_SIZE", DEFAULT_CACHE_BYTES),
-        prebuilt_dir=Path(prebuilt).expanduser().absolute() if prebuilt else None,
+        prebuilt_dir=_directory("CUFLASH_PREBUILT_DIR"),
         jit=not _flag("CUFLASH_DISABLE_JIT"),
         lineinfo=_flag("CUFLASH_LINEINFO"),
     )
 
 
 def _cache_dir() -> Path | None:
+    if named := _directory("CUFLASH_CACHE_DIR"):
+        return named
     try:
-        if named := os.environ.get("CUFLASH_CACHE_DIR"):
-            return Path(named).expanduser().absolute()
         xdg = os.environ.get("XDG_CACHE_HOME", "")
         # The XDG specification: a relative path is invalid and to be ignored.
         base = Path(xdg) if os.path.isabs(xdg) else Path.home() / ".cache"
     except RuntimeError:  # no home directory
         return None
     return base / "cuflash"
+
+
+def _directory(name: str) -> Path | None:
+    value = os.environ.get(name)
+    try:
+        return Path(value).expanduser().absolute() if value else None
+    except RuntimeError as error:
+        raise ValueError(f"{name} is {value!r}, and there is no such home directory; name the whole path") from error
 
 
 def _flag(name: str) -> bool:

@@ -171,7 +171,10 @@ def load(path: Path) -> Record:
     ValueError
         The file is no record of this schema.
     """
-    record = json.loads(path.read_text())
+    try:
+        record = json.loads(path.read_bytes())
+    except ValueError:
+        record = None
     if not isinstance(record, dict) or record.get("schema") != SCHEMA:
         raise ValueError(f"{path} is no benchmark record of schema {SCHEMA}")
     return record

@@ -40,7 +40,7 @@ def run(args: argparse.Namespace, screen: Screen) -> int:
         for built in build(jobs, root, args.jobs, limit):
             finished.append(built)
             advance(describe(built))
-    return report(finished, screen)
+    return report(finished, root, screen)
 
 
 def destination(prebuilt: Path | None) -> tuple[Path, int]:
@@ -80,7 +80,7 @@ def describe(built: Built) -> str:
     return f"{built.arch} {built.symbol}: {state}, {built.registers} registers{spills}"
 
 
-def report(finished: list[Built], screen: Screen) -> int:
+def report(finished: list[Built], root: Path, screen: Screen) -> int:
     """Totals, and what went wrong; the exit status."""
     failed = [built for built in finished if built.error]
     fresh = [built for built in finished if not built.error and not built.cached]
@@ -93,4 +93,7 @@ def report(finished: list[Built], screen: Screen) -> int:
         screen.table(["kernel", "target", "bytes"], [[b.symbol, b.arch, b.spill_bytes] for b in spilling])
     for built in failed:
         print(f"cuflash: error: {built.symbol} for {built.arch}: {built.error}", file=sys.stderr)
-    return 1 if failed else 0
+    lost = sum(1 for built in finished if not built.error and not built.kept)
+    if lost:
+        print(f"cuflash: error: {lost} kernels could not be kept: {root} cannot be written", file=sys.stderr)
+    return 1 if failed or lost else 0

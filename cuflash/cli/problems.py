@@ -24,14 +24,25 @@ def add_problem_options(parser: argparse._ActionsContainer) -> None:
 
 
 def problem_from(args: argparse.Namespace, arch: str) -> AttentionProblem:
-    """The kernel that the options name, for a target."""
-    head_dim_v = args.head_dim_v or args.head_dim
+    """The kernel that the options name, for a target.
+
+    Raises
+    ------
+    ValueError
+        A head dim that no kernel takes, or one whose rows no access of ``--access-bytes`` fits.
+    """
+    head_dim_v = args.head_dim if args.head_dim_v is None else args.head_dim_v
+    widest = widest_access(args.head_dim, head_dim_v)
+    if args.access_bytes and args.access_bytes > widest:
+        raise ValueError(
+            f"--access-bytes is {args.access_bytes}; head dims {args.head_dim} and {head_dim_v} take at most {widest}"
+        )
     return AttentionProblem(
         head_dim=args.head_dim,
         head_dim_v=head_dim_v,
         dtype=args.dtype,
         mask="causal" if args.causal else "full",
-        access_bytes=args.access_bytes or widest_access(args.head_dim, head_dim_v),
+        access_bytes=args.access_bytes or widest,
         scale_first=args.scale_first,
         arch=arch,
     )

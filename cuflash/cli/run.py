@@ -44,6 +44,10 @@ def run(args: argparse.Namespace, screen: Screen) -> int:
     for path in filter(None, (args.output, args.lse)):
         if not path.parent.is_dir():
             raise ValueError(f"{path} cannot be written: there is no directory {path.parent}")
+        if path.exists() and not path.is_file():
+            raise ValueError(f"{path} cannot be written: it is there and is no ordinary file")
+    if args.lse and args.lse.resolve() == args.output.resolve():
+        raise ValueError(f"--output and --lse both name {args.output}; the results need a file each")
     arrays = [load(path, args.dtype) for path in (args.q, args.k, args.v)]
     options = {"causal": args.causal, "scale": args.scale, "layout": args.layout}
     ordinal = parse_device(args.device)
@@ -100,7 +104,7 @@ def parse_device(text: str) -> int | None:
     kind, colon, number = text.partition(":")
     if text == "cpu":
         return None
-    if kind == "cuda" and (number.isdigit() if colon else True):
+    if kind == "cuda" and (number.isascii() and number.isdigit() if colon else True):
         return int(number or 0)
     raise ValueError(f"--device is {text!r}; accepted are cpu, cuda and cuda:N")
 
@@ -132,13 +136,14 @@ def on_gpu(arrays: list[np.ndarray[Any, Any]], ordinal: int, options: dict[str, 
 
 
 def save(path: Path, array: np.ndarray[Any, Any]) -> None:
-    """Write a .npy file in one step: a reader sees the old file or the whole new one.
+    """Write a .npy file in one step: a reader sees the old file or the whole new one. A link's target is written.
 
     Raises
     ------
     OSError
         The file cannot be written; nothing is left behind.
     """
+    path = path.resolve()
     descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
     try:
         with os.fdopen(descriptor, "wb") as file:

@@ -147,8 +147,16 @@ def is_numeric(cells: Sequence[str]) -> bool:
 
 
 def make_screen(out: TextIO | None = None) -> Screen:
-    """A rich screen on a terminal that can show one."""
+    """A rich screen on a terminal that can show one.
+
+    Raises
+    ------
+    OSError
+        Standard output is closed.
+    """
     out = out or sys.stdout
+    if out is None:
+        raise OSError("there is no standard output to write to")
     if out.isatty() and importlib.util.find_spec("rich") is not None:
         return RichScreen(out)
     return Screen(out)

@@ -13,10 +13,11 @@ constexpr float kSlack = 4.f;
 // Two exponents fail the lazy test on purpose (exponent + kSlack < 0), so that their rows take the exact path in every step.
 // A row that has seen no key: this exponent never meets a finite score.
 constexpr float kEmptyExponent = -1e30f;
-// From |reference * scale| = 2^22 on, the product is rounded to more than 1/4: such a row subtracts its reference from the scores before
-// they are multiplied, and its probabilities carry a constant factor of 2^5 instead.
-constexpr float kHugeProduct = 4194304.f;
-constexpr float kHugeExponent = -kSlack - 1.f;
+// From |reference * scale| = 512 on, rounding that product moves a probability by 2^-16 and more, and what a key that outweighs all others
+// gets would no longer be 1 to within 16-bit rounding. Such a row is large: it subtracts its reference from the scores before they are
+// multiplied, and its probabilities carry a constant factor of 2^5 instead.
+constexpr float kLargeProduct = 512.f;
+constexpr float kLargeExponent = -kSlack - 1.f;
 
 DEVICE float minus_infinity() { return bits_float(0xff800000); }
 
@@ -58,7 +59,7 @@ struct OnlineSoftmax {
     // log2 of what a row's sum has to be multiplied by to be the sum of exp2(score * scale).
     DEVICE float log2_factor(u32 references, int w, int r, float scale) const {
         const float reference = ld_shared_f32(references + row_offset(w, r));
-        return mul_f32(reference, scale) + (is_huge(reference, scale) ? kHugeExponent : 0.f);
+        return mul_f32(reference, scale) + (is_large(reference, scale) ? kLargeExponent : 0.f);
     }
 
     // Where the thread's row (w, r) keeps its reference, in score units, -inf if it has seen no key: offset from thread_references().
@@ -81,30 +82,30 @@ private:
     DEVICE void raise_references(Scores& s, Output& o, float scale) {
         const u32 references = thread_references();
         float correction[kRowBlocks][2];
-        bool any_seen = false, any_huge = false;
+        bool any_seen = false, any_large = false;
         #pragma unroll
         for (int w = 0; w < kRowBlocks; w++)
             #pragma unroll
             for (int r = 0; r < 2; r++) {
                 const u32 address = references + row_offset(w, r);
                 const float old = ld_shared_f32(address), top = max_f32(old, quad_max(row_max(s[w], r)));
-                const bool seen = old != minus_infinity(), huge = is_huge(top, scale);
+                const bool seen = old != minus_infinity(), large = is_large(top, scale);
                 warp_sync();   // the four lanes of a row share the word: all have read it
                 st_shared_f32(address, top);
-                // The difference of the rounded products, because those are what probability() subtracts; huge ones differ first.
-                const float shift = huge ? mul_f32(old - top, scale) : mul_f32(old, scale) - mul_f32(top, scale);
-                const float factor = (is_huge(old, scale) ? kHugeExponent : 0.f) - (huge ? kHugeExponent : 0.f);
+                // The difference of the rounded products, because those are what probability() subtracts; large ones differ first.
+                const float shift = large ? mul_f32(old - top, scale) : mul_f32(old, scale) - mul_f32(top, scale);
+                const float factor = (is_large(old, scale) ? kLargeExponent : 0.f) - (large ? kLargeExponent : 0.f);
                 correction[w][r] = seen ? exp2_approx(shift + factor) : 0.f;
-                exponent[w][r] = top == minus_infinity() ? kEmptyExponent : huge ? kHugeExponent : mul_f32(top, scale);
+                exponent[w][r] = top == minus_infinity() ? kEmptyExponent : large ? kLargeExponent : mul_f32(top, scale);
                 any_seen |= seen;
-                any_huge |= huge;
+                any_large |= large;
             }
         if (warp_any(any_seen)) rescale(o, correction);
-        if (warp_any(any_huge)) subtract_huge(s, references);
+        if (warp_any(any_large)) subtract_large(s, references);
     }
 
-    DEVICE static bool is_huge(float reference, float scale) {
-        return reference != minus_infinity() && !(fabsf(mul_f32(reference, scale)) < kHugeProduct);
+    DEVICE static bool is_large(float reference, float scale) {
+        return reference != minus_infinity() && !(fabsf(mul_f32(reference, scale)) < kLargeProduct);
     }
 
     DEVICE static float row_max(const float (&s)[kColumns / 2], int r) {
@@ -125,12 +126,12 @@ private:
             }
     }
 
-    DEVICE void subtract_huge(Scores& s, u32 references) const {
+    DEVICE void subtract_large(Scores& s, u32 references) const {
         #pragma unroll
         for (int w = 0; w < kRowBlocks; w++)
             #pragma unroll
             for (int r = 0; r < 2; r++) {
-                const float shift = exponent[w][r] == kHugeExponent ? ld_shared_f32(references + row_offset(w, r)) : 0.f;
+                const float shift = exponent[w][r] == kLargeExponent ? ld_shared_f32(references + row_offset(w, r)) : 0.f;
                 #pragma unroll
                 for (int i = 0; i < kPairs; i++) { s[w][4 * i + 2 * r] -= shift; s[w][4 * i + 2 * r + 1] -= shift; }
             }
