@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from ml_dtypes import bfloat16
 
 from cuflash import cpu
 from tests.oracle import DTYPES, assert_accurate, assert_lse, judge, oracle, ordinary, poisoned, randn, strided_copy
@@ -91,6 +92,16 @@ def test_any_strides(q_layout, k_layout, v_layout, out_layout, dtype):
     views = (strided_copy(x, *layout) for x, layout in zip((q, k, v), (q_layout, k_layout, v_layout), strict=True))
     cpu.attention_cpu(*views, causal="bottom_right", scale=0.3, out=out, lse=lse)
     assert np.array_equal(out, expected) and np.array_equal(lse, expected_lse)
+
+
+@pytest.mark.parametrize(("size", "scale"), [(1e30, 1e10), (1e30, -1e10), (1e25, 1e19), (1e38, 8.0)])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_scale_takes_no_finite_score_beyond_all_numbers(dtype, size, scale):
+    q, k, v = draw(0, (5, 9), dtype="float64")
+    q, k, v = (x.astype(bfloat16 if dtype == "bfloat16" else dtype) for x in (size * q, k / (size * abs(scale)), v))
+    out, lse = attend(q, k, v, scale=scale)
+    assert_accurate(out, q, k, v, scale=scale)
+    assert_lse(lse, q, k, v, scale=scale)
 
 
 def test_broadcast_axes():
