@@ -181,9 +181,9 @@ def explain(
 
 def as_if_on_gpu(request: Request) -> Request:
     """The same request with its arrays on the first GPU, checked by the rules that hold there."""
-    given = {"q": request.q, "k": request.k, "v": request.v} | ({"out": request.out} if request.out else {})
-    moved = {name: dataclasses.replace(x, device=0) for name, x in given.items()}
-    request = dataclasses.replace(request, **moved)
+    q, k, v = (dataclasses.replace(x, device=0) for x in (request.q, request.k, request.v))
+    out = request.out and dataclasses.replace(request.out, device=0)
+    request = dataclasses.replace(request, q=q, k=k, v=v, out=out)
     check_gpu(request)
     return request
 

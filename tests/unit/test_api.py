@@ -139,7 +139,7 @@ def test_broadcast_inputs(gpu: FakeGpu) -> None:
     assert gpu.launches[1].params["k_head_stride"] == gpu.launches[1].params["k_batch_stride"] == 0
 
 
-@pytest.mark.parametrize("scale", [0, -0.7, 1e-40, 1e-33, -1e-3, 0.25, 37.0, np.float32(0.5), True])
+@pytest.mark.parametrize("scale", [0, -0.7, 1e-40, 1e-33, -1e-3, 0.25, 37.0, np.float32(0.5), True, np.True_])
 def test_scales(gpu: FakeGpu, scale: Any) -> None:
     q, k, v = draw(4, (30, 40))
     out, lse = cuflash.attention(*map(gpu.array, (q, k, v)), scale=scale, return_lse=True)

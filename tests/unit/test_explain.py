@@ -194,6 +194,15 @@ def test_a_call_that_launches_nothing(seq, seq_k):
     assert e.refused is None and e.kernel is None and "nothing is launched" in str(e)
 
 
+def test_out_is_part_of_the_call():
+    q, k, v = arrays()
+    out = np.zeros((2, 256, 4, 66), np.float16)[..., :64]
+    assert cuflash.explain(q, k, v, out=out, arch="sm_90").kernel.problem.access_bytes == 4
+    assert "out shares memory with q" in cuflash.explain(q, k, v, out=q, arch="sm_90").refused
+    assert "out shares memory with v" in cuflash.explain(q, k, v, out=v).refused
+    assert "out has shape" in cuflash.explain(q, k, v, out=out[:1]).refused
+
+
 def test_numpy_arrays_are_explained_for_the_cpu():
     e = cuflash.explain(*arrays(dtype=np.float32), causal=True)
     assert (e.backend, e.kernel, e.device, e.roofline_seconds) == ("numpy", None, None, None)
