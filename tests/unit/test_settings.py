@@ -60,6 +60,13 @@ def test_no_home_means_no_cache(monkeypatch):
     assert read_settings().cache_dir is None
 
 
+@pytest.mark.parametrize("name", ["CUFLASH_CACHE_DIR", "CUFLASH_PREBUILT_DIR"])
+def test_the_home_of_nobody_is_refused_by_name(monkeypatch, name):
+    monkeypatch.setenv(name, "~nobody-of-this-name/kernels")
+    with pytest.raises(ValueError, match=f"{name} is '~nobody-of-this-name/kernels'.* no such home"):
+        read_settings()
+
+
 @pytest.mark.parametrize(
     ("text", "size"),
     [("0", 0), ("1", 1), ("12345", 12345), ("3k", 3 << 10), ("512M", 512 << 20), ("2G", 2 << 30), (" 7K ", 7 << 10)],
