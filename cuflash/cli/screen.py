@@ -113,7 +113,9 @@ class RichScreen(Screen):
     def source(self, text: str, language: str) -> None:
         from rich.syntax import Syntax
 
-        self.console.print(Syntax(text, language, background_color="default", word_wrap=False))
+        # As text, which a narrow terminal wraps: Syntax itself cuts lines off at its edge.
+        code = Syntax(text, language, background_color="default").highlight(text.rstrip("\n"))
+        self.console.print(code, soft_wrap=True)
 
     def markdown(self, text: str) -> None:
         from rich.markdown import Markdown
@@ -123,15 +125,16 @@ class RichScreen(Screen):
     @contextmanager
     def progress(self, title: str, total: int) -> Iterator[Advance]:
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+        from rich.table import Column
 
         columns = (
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TextColumn("[dim]{task.fields[note]}"),
+            TextColumn("{task.description}", table_column=Column(no_wrap=True, overflow="ellipsis")),
+            BarColumn(bar_width=10),
+            MofNCompleteColumn(table_column=Column(no_wrap=True, min_width=2 * len(str(total)) + 1)),
+            TimeElapsedColumn(table_column=Column(no_wrap=True, min_width=len("0:00:00"))),
+            TextColumn("[dim]{task.fields[note]}", table_column=Column(no_wrap=True, overflow="ellipsis", ratio=1)),
         )
-        with Progress(*columns, console=self.console) as bar:
+        with Progress(*columns, console=self.console, expand=True) as bar:
             task = bar.add_task(title, total=total, note="")
 
             def advance(note: str = "") -> None:

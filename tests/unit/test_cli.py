@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -143,6 +144,25 @@ def test_the_result_has_ordinary_permissions(files):
     assert files["out"].stat().st_mode & 0o777 == 0o666 & ~run_command.current_umask()
 
 
+def test_results_need_a_file_each(files, capsys):
+    assert main(command(files, "--lse", str(files["out"]))) == 1
+    assert "--output and --lse both name" in error_line(capsys)
+    assert not files["out"].exists()
+
+
+def test_only_ordinary_files_are_replaced(files, capsys, tmp_path):
+    target, files["out"] = files["out"], tmp_path / "link.npy"
+    files["out"].symlink_to(target)
+    assert main(command(files)) == 0
+    assert files["out"].is_symlink() and np.load(target).shape == (2, 9, 4, 8)
+    capsys.readouterr()
+    files["out"] = tmp_path / "pipe"
+    os.mkfifo(files["out"])
+    assert main(command(files)) == 1
+    assert "no ordinary file" in error_line(capsys)
+    assert files["out"].is_fifo()
+
+
 # --- dump ------------------------------------------------------------------------------------------------------
 
 
@@ -242,6 +262,36 @@ def test_a_kernel_that_does_not_compile_is_reported(capsys, monkeypatch):
     assert "1 failed" in captured.out and "line 3: error" in captured.err
 
 
+@pytest.mark.compile
+@pytest.mark.filterwarnings("ignore:cuflash's kernel cache:RuntimeWarning")
+def test_kernels_that_cannot_be_kept_are_a_failure(capsys, tmp_path):
+    blocked = tmp_path / "file"
+    blocked.write_text("in the way")
+    folder = blocked / "prebuilt"
+    assert main(["compile", "--head-dim", "32", "--arch", "sm_80", "-j", "1", "--prebuilt", str(folder)]) == 1
+    captured = capsys.readouterr()
+    assert f"1 kernels could not be kept: {folder} cannot be written" in captured.err
+
+
+def test_accesses_wider_than_the_rows_are_refused(capsys):
+    assert main(["dump", "--head-dim", "64", "--head-dim-v", "3", "--access-bytes", "16"]) == 1
+    assert "--access-bytes is 16; head dims 64 and 3 take at most 2" in error_line(capsys)
+    assert main(["dump", "--head-dim-v", "0"]) == 1
+    assert "head_dim_v is 0" in error_line(capsys)
+
+
+@pytest.mark.compile
+def test_an_interrupt_gives_up_what_has_not_begun(tmp_path, monkeypatch):
+    from cuflash import build
+
+    problems = [AttentionProblem(d, d, "bfloat16", "full", 16, False, "sm_90") for d in range(8, 200, 8)]
+    jobs = [(problem, kernels.select_config(problem)) for problem in problems]
+    finished = build.build(jobs, tmp_path, workers=2)
+    assert not next(finished).error
+    finished.close()
+    assert len(list(tmp_path.glob("v1/cuflash_*"))) < 10
+
+
 def test_compile_all_is_every_shipped_kernel():
     from cuflash.cli import compile as compile_command
 
@@ -329,6 +379,11 @@ def test_a_reader_that_leaves_is_no_traceback():
     words = f"{sys.executable} -m cuflash cache path | true"
     done = subprocess.run(["sh", "-c", words], capture_output=True, text=True)
     assert done.stderr == ""
+
+
+def test_a_closed_standard_output_is_no_traceback():
+    done = subprocess.run(["sh", "-c", f"{sys.executable} -m cuflash info >&-"], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (1, "cuflash: error: there is no standard output to write to\n")
 
 
 def test_overrides_are_numbers_of_known_fields():
