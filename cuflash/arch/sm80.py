@@ -63,5 +63,5 @@ def forward_config(problem: AttentionProblem) -> KernelConfig:
     rows = (row for row in FORWARD if problem.arch in row.arches and head_dim <= row.head_dim)
     config = min(rows, key=lambda row: row.head_dim).config
     if problem.access_bytes < 16:
-        return replace(config, q_registers=0, block_n=max(32, config.block_n - 16), reason=NARROW_REASON)
+        return replace(config, q_registers=0, block_n=min(48, config.block_n), reason=NARROW_REASON)
     return config
