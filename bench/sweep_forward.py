@@ -2,9 +2,9 @@
 
     python bench/sweep_forward.py 128 --causal block_n=48 block_n=80,q_registers=4 ctas=1,warps=8,block_m=256
 
-Each CONFIG overrides fields of the tuning table's row, which always takes part as ``table``; ``--configs FILE`` reads
-a JSON list of such objects instead. With ``--compile-only`` nothing runs and no GPU is needed: the kernels go to the
-``--kernels`` directory, from which a later run takes them.
+Each CONFIG overrides fields of the tuning table's row, which always takes part as ``table``; ``--configs-file FILE``
+reads a JSON list of such objects instead. With ``--compile-only`` nothing runs and no GPU is needed: the kernels go to
+the ``--kernels`` directory, from which a later run takes them.
 """
 
 from __future__ import annotations
