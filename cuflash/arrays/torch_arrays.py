@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import is_grad_enabled
+from torch.autograd import forward_ad
 from torch.cuda import current_device
 
 from ..errors import UnsupportedError
@@ -40,6 +41,22 @@ def geometry(x: Any, /) -> tuple[tuple[Any, ...], int]:
     ), x.data_ptr()  # fmt: skip
 
 
+def _watcher(x: Any) -> str | None:
+    """What follows a tensor through torch's own operations, and would take what cuflash makes of it for a constant."""
+    if torch.compiler.is_compiling():
+        return None  # torch.compile leaves the call alone
+    if torch._C._functorch.is_functorch_wrapped_tensor(x):
+        return "a transformation of torch.func"
+    if torch.jit.is_tracing():
+        return "torch.jit.trace"
+    if forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None:
+        return "forward-mode differentiation"
+    proxies = sys.modules.get("torch.fx.experimental.proxy_tensor")
+    if proxies is not None and proxies.get_proxy_mode() is not None:
+        return "make_fx"
+    return None
+
+
 def operand(name: str, x: Any, /) -> Operand:
     if type(x) not in PLAIN_TYPES:
         raise TypeError(
@@ -54,6 +71,11 @@ def operand(name: str, x: Any, /) -> Operand:
         raise UnsupportedError(
             f"{name} requires grad, and cuflash.attention has no gradient yet: call it under torch.no_grad(), "
             f"or pass {name}.detach()"
+        )
+    if watcher := _watcher(x):
+        raise UnsupportedError(
+            f"{name} is watched by {watcher}, which does not see what cuflash computes: "
+            "call cuflash.attention outside of it"
         )
     if x.is_neg():
         raise UnsupportedError(f"{name} is a lazily negated view; pass {name}.resolve_neg()")

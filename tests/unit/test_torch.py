@@ -191,6 +191,36 @@ def test_lazy_negation_is_not_forgotten(gpu: FakeGpu) -> None:
     check(cuflash.attention(view.resolve_neg(), k, v), -q, k, v)
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_what_follows_tensors_is_refused_by_name(backend: FakeGpu | None) -> None:
+    """Tracers and transformations, which would take the result for a constant; none of them needs requires_grad."""
+    from torch.autograd import forward_ad
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    q, k, v = qkv("float16", (1, 8, 2, 16))
+
+    def call(x: Any) -> Any:
+        return cuflash.attention(x, k, v)
+
+    def dual() -> None:
+        with forward_ad.dual_level():
+            call(forward_ad.make_dual(q, q))
+
+    for function, words in (
+        (lambda: torch.vmap(call)(q[None]), "a transformation of torch.func"),
+        (lambda: torch.func.functionalize(call)(q), "a transformation of torch.func"),
+        (lambda: torch.func.jvp(call, (q,), (q,)), "a transformation of torch.func"),
+        (lambda: torch.jit.trace(call, (q,)), "torch.jit.trace"),
+        (lambda: make_fx(call)(q), "make_fx"),
+        (dual, "forward-mode differentiation"),
+    ):
+        with pytest.raises(
+            cuflash.UnsupportedError, match=f"q is watched by {words}, .*call cuflash.attention outside"
+        ):
+            function()
+    check(call(q), q, k, v)
+
+
 def test_mixed_kinds() -> None:
     q, k, v = qkv()
     with pytest.raises(
