@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from .problem import AttentionProblem
 
@@ -15,8 +16,7 @@ def round_up(value: int, step: int) -> int:
     return -(-value // step) * step
 
 
-@dataclass(frozen=True, slots=True)
-class SmemRegion:
+class SmemRegion(NamedTuple):
     """A named piece of the dynamic shared memory; offsets and sizes in bytes."""
 
     name: str

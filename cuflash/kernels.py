@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import product
+from typing import NamedTuple
 
 from . import params
 from .arch import sm80
@@ -16,8 +17,7 @@ L2_SECTION_BYTES = 32 * 2**20
 MAX_GRID_YZ = 65535
 
 
-@dataclass(frozen=True, slots=True)
-class KernelFamily:
+class KernelFamily(NamedTuple):
     """One template and all that belongs to it."""
 
     name: str
@@ -53,8 +53,7 @@ def symbol(problem: AttentionProblem, config: KernelConfig) -> str:
     return "_".join([*parts, config.label])
 
 
-@dataclass(frozen=True, slots=True)
-class ForwardGrid:
+class ForwardGrid(NamedTuple):
     """The launches of one forward call: more than one only beyond 65535 query tiles.
 
     ``launches`` holds (first query tile, grid) pairs.

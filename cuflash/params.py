@@ -6,10 +6,10 @@ import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 
-@dataclass(frozen=True, slots=True)
-class CType:
+class CType(NamedTuple):
     """A C type as the device sees it and as ``struct`` packs it."""
 
     name: str
@@ -25,15 +25,13 @@ F32 = CType("float", "f", 4, 4)
 FAST_DIV = CType("FastDiv", "QII", 16, 8)
 
 
-@dataclass(frozen=True, slots=True)
-class Field:
+class Field(NamedTuple):
     name: str
     type: CType
     comment: str
 
 
-@dataclass(frozen=True, slots=True)
-class PlacedField:
+class PlacedField(NamedTuple):
     name: str
     type: CType
     comment: str

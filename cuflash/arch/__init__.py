@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from ..errors import UnsupportedError
 
 KIB = 1024
 
 
-@dataclass(frozen=True, slots=True)
-class Arch:
+class Arch(NamedTuple):
     """A compile target and its limits (CUDA C++ Programming Guide, compute capabilities)."""
 
     name: str

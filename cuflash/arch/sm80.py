@@ -6,7 +6,8 @@ Rows of targets that were not measured follow from shared memory and registers, 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 from ..config import KernelConfig
 from ..problem import AttentionProblem
@@ -17,8 +18,7 @@ SMALL = ("sm_86", "sm_89", "sm_120")
 NARROW_REASON = "narrow accesses need registers for addresses, so narrower key tiles and Q in shared memory"
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
+class Row(NamedTuple):
     """The config of every problem whose larger head dim is at most ``head_dim`` on one of ``arches``."""
 
     arches: tuple[str, ...]
