@@ -62,7 +62,7 @@ def templates(tmp_path, monkeypatch):
 def tiny_family(monkeypatch):
     """A family whose template is ``tiny.j2`` and whose block has one field."""
     block = params.ParameterBlock((params.Field("out", params.POINTER, "where"), params.Field("n", params.I32, "")))
-    family = replace(kernels.FAMILIES["forward_sm80"], template="tiny.j2", params=block)
+    family = kernels.FAMILIES["forward_sm80"]._replace(template="tiny.j2", params=block)
     monkeypatch.setitem(kernels.FAMILIES, "forward_sm80", family)
 
 
