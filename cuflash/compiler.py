@@ -288,18 +288,18 @@ def _compile_error(source: Source, target: str, log: str) -> CompileError:
 
 
 def _excerpts(source: Source, log: str, limit: int = 3) -> list[str]:
-    """The first errors of a log, each with the lines around it and a caret."""
+    """The first errors of a log, each once, with the lines around it and a caret."""
     texts = {source.program_name: source.text, **source.headers}
-    excerpts = []
-    for match in list(_ERROR_LINE.finditer(log))[:limit]:
+    excerpts: dict[str, None] = {}  # a template refuses once for each of its instances, in the same words
+    for match in _ERROR_LINE.finditer(log):
         lines, number = texts.get(match["file"], "").splitlines(), int(match["line"])
         shown = [match[0]]
         for n in range(max(1, number - 2), min(len(lines), number + 1) + 1):
             shown.append(f"{n:6d} | {lines[n - 1]}")
             if n == number and (column := _caret_column(log[match.end() :])) is not None:
                 shown.append(" " * 6 + " | " + re.sub(r"[^\t]", " ", lines[n - 1][:column]).ljust(column) + "^")
-        excerpts.append("\n".join(shown))
-    return excerpts
+        excerpts["\n".join(shown)] = None
+    return list(excerpts)[:limit]
 
 
 def _caret_column(after: str) -> int | None:

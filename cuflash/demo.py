@@ -88,17 +88,18 @@ def demo_gpu(screen: Screen) -> None:
                 shown.append(run_gpu_case(case, pool, xp))
                 advance(case_text(case))
     screen.heading(f"kernels for {shown[0].case.dtype}, B {shown[0].case.batch}, N {shown[0].case.seqlen}")
-    columns = ["kernel", "code", "first call", "registers", "spilt", "shared"]
+    screen.pairs({f"{case_text(each.case)}, H {each.case.heads}": each.symbol for each in shown})
+    screen.line()
+    columns = ["call", "code", "first call", "registers", "spilt", "shared"]
     screen.table(columns, [each.kernel_row() for each in shown])
     screen.heading("results")
-    columns = ["call", "time", "TFLOP/s", "of peak", "error", "largest", "memory traffic", "stored scores", "ratio"]
+    columns = ["call", "time", "TFLOP/s", "of peak", "error", "largest", "traffic", "ratio"]
     screen.table(columns, [each.result_row() for each in shown])
-    screen.line(LEGEND)
+    screen.line(f"{ERROR_LEGEND}\n{TRAFFIC_LEGEND}")
 
 
-LEGEND = """\
-  error: relative Frobenius norm and largest absolute difference, against float64.
-  memory traffic: predicted for the kernel; stored scores: that of attention with the N x N matrix in memory."""
+ERROR_LEGEND = "  against float64: error by the Frobenius norm, largest absolute difference"
+TRAFFIC_LEGEND = "  traffic: predicted; ratio: traffic with the N x N matrix in memory, over it"
 
 
 @dataclass(frozen=True)
@@ -112,12 +113,16 @@ class Shown:
     seconds: float
     error: Error
 
+    @property
+    def symbol(self) -> str:
+        return self.after.kernel.symbol if self.after.kernel else ""
+
     def kernel_row(self) -> list[str]:
         kernel, earlier = self.after.kernel, self.before.kernel
         assert kernel is not None and kernel.compiled is not None and earlier is not None
-        code = {"no": f"compiled in {kernel.compiled.seconds:.2f} s", "disk": "disk cache"}
+        code = {"no": f"compiled, {kernel.compiled.seconds:.2f} s", "disk": "disk cache"}
         return [
-            kernel.symbol,
+            case_text(self.case),
             code.get(earlier.cached, earlier.cached),
             duration(self.first_call),
             str(kernel.registers),
@@ -135,18 +140,13 @@ class Shown:
             f"{100 * rate / peak:.0f} %",
             f"{self.error.relative:.1e}",
             f"{self.error.largest:.1e}",
-            *traffic_cells(self.after),
+            size(self.after.hbm_bytes),
+            f"{self.after.standard_bytes / self.after.hbm_bytes:.0f}x",
         ]
 
 
 def case_text(case: Case) -> str:
-    return f"D {case.head_dim}, H {case.heads}, {'causal' if case.causal else 'full'}"
-
-
-def traffic_cells(about: Explanation) -> list[str]:
-    """Predicted bytes, those of stored scores, and their ratio."""
-    ratio = about.standard_bytes / about.hbm_bytes
-    return [size(about.hbm_bytes), size(about.standard_bytes), f"{ratio:.0f}x"]
+    return f"D {case.head_dim}, {'causal' if case.causal else 'full'}"
 
 
 def run_gpu_case(case: Case, pool: InputPool, xp: Any) -> Shown:
@@ -193,8 +193,8 @@ def demo_cpu(screen: Screen) -> None:
         rate = explain(q, k, v).flops / seconds
         cells = [duration(seconds), f"{rate / 1e9:.0f}", size(peak - out.nbytes)]
         rows.append([name, *cells, f"{error.relative:.1e}", f"{error.largest:.1e}"])
-    screen.table(["", "time", "GFLOP/s", "memory beyond the output", "error", "largest"], rows)
-    screen.line("  error: relative Frobenius norm and largest absolute difference, against float64.")
+    screen.table(["", "time", "GFLOP/s", "extra memory", "error", "largest"], rows)
+    screen.line(ERROR_LEGEND)
 
 
 def stored_scores(q: Any, k: Any, v: Any) -> Any:
@@ -243,20 +243,15 @@ def demo_compile(screen: Screen) -> None:
         built = {}
         for one in build(jobs, root, max_bytes=settings.cache_bytes or UNBOUNDED):
             built[one.arch, one.symbol] = one
-            advance(one.symbol)
-    in_order = [built[problem.arch, kernels.symbol(problem, config)] for problem, config in jobs]
-    rows = [
-        [
-            b.arch,
-            b.symbol,
-            "in the cache" if b.cached else f"{b.seconds:.2f} s",
-            b.registers,
-            b.spill_bytes,
-            size(b.smem_bytes),
-        ]
-        for b in in_order
-    ]
-    screen.table(["target", "kernel", "compiled", "registers", "spilt", "shared memory"], rows)
+            advance(f"{one.arch} {one.symbol}")
+    rows = []
+    for problem, config in jobs:
+        one = built[problem.arch, kernels.symbol(problem, config)]
+        code = "cached" if one.cached else f"{one.seconds:.2f} s"
+        call, tile = f"D {problem.head_dim}, {problem.mask}", f"{config.block_m} x {config.block_n}"
+        rows.append([problem.arch, call, tile, code, one.registers, one.spill_bytes, size(one.smem_bytes)])
+    screen.table(["target", "bfloat16", "tile", "compiled", "registers", "spilt", "shared"], rows)
+    screen.line("  tile: queries x keys; spilt: bytes per thread; shared: memory per thread block")
 
 
 @contextmanager

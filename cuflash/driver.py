@@ -36,7 +36,7 @@ def _driver() -> Any:
         (status,) = driver.cuInit(0)
     except RuntimeError as error:  # libcuda cannot be loaded
         raise DriverError(
-            "no CUDA driver (libcuda) was found: install the NVIDIA driver, or pass NumPy arrays to run on the CPU"
+            "no CUDA driver (libcuda) was found: install the NVIDIA driver; without one, NumPy arrays run on the CPU"
         ) from error
     _cu = driver
     check((status,))

@@ -45,12 +45,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns
     -------
     int
-        Exit status: 0; 1 for a failure, whose message is on stderr; 2 for wrong usage (argparse exits by itself);
-        130 when interrupted.
+        Exit status: 0; 1 for a failure, whose message is on stderr; 2 without a command, which shows the help, and for
+        wrong usage (argparse exits by itself); 130 when interrupted.
     """
     from .screen import make_screen
 
-    args = parser().parse_args(arguments)
+    top = parser()
+    args = top.parse_args(arguments)
+    if not hasattr(args, "module"):
+        top.print_help(sys.stderr)
+        return 2
     try:
         status: int = args.module.run(args, make_screen())
         sys.stdout.flush()
@@ -72,7 +76,7 @@ def parser() -> argparse.ArgumentParser:
     """The whole command line."""
     top = argparse.ArgumentParser(prog="cuflash", description="Exact fused attention for plain arrays.")
     top.add_argument("--version", action="version", version=f"cuflash {__version__}")
-    commands = top.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    commands = top.add_subparsers(title="commands", metavar="COMMAND")
     for name, text in COMMANDS.items():
         module = importlib.import_module(f".{name}", __name__)
         command = commands.add_parser(

@@ -62,7 +62,11 @@ def require_gpu() -> None:
     from .. import driver
     from ..errors import DriverError
 
-    if not driver.device_count():
+    try:
+        count = driver.device_count()
+    except DriverError as error:
+        raise DriverError(f"the benchmark needs a GPU: {error}") from error
+    if not count:
         raise DriverError("the benchmark needs a GPU, and the driver reports none")
     if importlib.util.find_spec("cupy") is None:
         raise ImportError("the benchmark needs CuPy: pip install 'cuflash[cuda12]' or 'cuflash[cuda13]'")

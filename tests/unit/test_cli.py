@@ -330,11 +330,17 @@ def test_info_lists_every_switch_of_the_settings():
 
 
 def test_wrong_usage_is_status_2(capsys):
-    for words in ([], ["fly"], ["run", "q.npy"], ["compile", "--arch", "sm_1"], ["dump", "--config", "block=1"]):
+    for words in (["fly"], ["run", "q.npy"], ["compile", "--arch", "sm_1"], ["dump", "--config", "block=1"]):
         with pytest.raises(SystemExit) as caught:
             main(words)
         assert caught.value.code == 2
         assert "error" in capsys.readouterr().err
+
+
+def test_without_a_command_the_help_is_shown(capsys):
+    assert main([]) == 2
+    shown = capsys.readouterr()
+    assert not shown.out and all(name in shown.err for name in COMMANDS)
 
 
 def test_an_unexpected_error_is_not_hidden(monkeypatch):

@@ -58,8 +58,10 @@ def test_without_a_gpu_kernels_are_compiled(shown, monkeypatch):
     first, second = shown(), shown()
     for arch in ("sm_80", "sm_90"):
         (line,) = (line for line in first.splitlines() if line.strip().startswith(arch))
-        assert "cuflash_fwd_sm80_d32" in line and " s " in line
-    assert second.count("in the cache") == 2
+        assert "D 32, full" in line and " s " in line
+        assert f"{arch} cuflash_fwd_sm80_d32" in first
+    assert second.count("  cached") == 2
+    assert max(map(len, first[first.index("compiling") :].splitlines())) <= 80  # a narrow terminal
 
 
 def test_an_old_gpu_or_no_cupy_is_named(monkeypatch):
@@ -109,7 +111,10 @@ def test_with_a_gpu_every_case_is_shown(shown, monkeypatch):
     monkeypatch.setattr(demo.driver, "device_compute_capability", lambda ordinal: (9, 0))
     text = shown()
     kernels, results = text.split("results")
-    for words in ("Fake GPU", "d64_bf16_full", "compiled in 1.25 s", "d128_bf16_causal", "disk cache", "168"):
+    for words in ("Fake GPU", "d64_bf16_full", "compiled, 1.25 s", "d128_bf16_causal", "disk cache", "168"):
         assert words in kernels
-    for words in ("D 64, H 2, full", "D 128, H 1, causal", "x\n", "KiB", "%"):
+    for words in ("D 64, full, H 2", "D 128, causal, H 1"):
+        assert words in kernels
+    for words in ("D 64, full", "D 128, causal", "x\n", "KiB", "%"):
         assert words in results
+    assert max(map(len, text.splitlines())) <= 80

@@ -190,7 +190,7 @@ def test_a_missing_driver_is_named(monkeypatch, cuda):
 
     cuda.cuInit = absent
     for _ in range(2):
-        with pytest.raises(DriverError, match=r"libcuda.*install the NVIDIA driver, or pass NumPy arrays"):
+        with pytest.raises(DriverError, match=r"libcuda.*install the NVIDIA driver; without one, NumPy arrays"):
             driver.device_count()
 
 
