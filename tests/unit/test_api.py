@@ -240,6 +240,19 @@ def test_out_may_end_where_an_input_starts(gpu: FakeGpu) -> None:
     assert len(gpu.launches) == 2
 
 
+def test_memory_below_the_first_element_counts_too(gpu: FakeGpu) -> None:
+    """A known call with arrays that run backwards: their memory lies before their addresses."""
+    rows = np.zeros((60, 2, 16), np.float16)
+    apart, half = rows[None, :10], rows[None, 25:35]
+    k, v = (gpu.array(np.zeros((1, 10, 2, 16), np.float16)) for _ in range(2))
+    out = rows[None, 30:40]
+    for q, target, met in ((apart, out[:, ::-1], half), (apart[:, ::-1], out, rows[None, 35:45][:, ::-1])):
+        cuflash.attention(gpu.array(q), k, v, out=gpu.array(target))
+        with pytest.raises(ValueError, match="out shares memory with q"):
+            cuflash.attention(gpu.array(met), k, v, out=gpu.array(target))
+    assert len(gpu.launches) == 2
+
+
 def test_refused_calls_leave_out_alone(gpu: FakeGpu) -> None:
     q, k, v = (gpu.array(x) for x in draw(11, (8, 8)))
     target = poisoned((1, 8, 2, 16), np.dtype(np.float16))
