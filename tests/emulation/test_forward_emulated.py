@@ -15,6 +15,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from cuflash import kernels
 from cuflash.arch import ARCHES
 from cuflash.arch.sm80 import FORWARD, Row
 from cuflash.config import KernelConfig
@@ -247,6 +248,14 @@ def test_more_heads_than_a_grid_has(causal: str) -> None:
     assert not result.report.faults, str(result.report)
     for head in (0, heads - 1):
         assert np.array_equal(tensors["out"].view[0, head], tensors["v"].view[0, head])
+
+
+@pytest.mark.parametrize("causal", CAUSAL)
+def test_a_call_of_several_launches(causal: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """B-046: several launches, of which each takes up where the one before it ended; here a grid ends at 2."""
+    monkeypatch.setattr(kernels, "MAX_GRID_YZ", 2)
+    result = check(Case((5 * 128 - 30, 70), (32, 32), (2, 1), causal=causal))
+    assert [grid[1] for grid, _ in result.plan.launches] == [2, 2, 1]
 
 
 # ---- fresh shapes and values

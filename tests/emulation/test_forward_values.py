@@ -81,6 +81,17 @@ def test_scores_of_all_sizes(spread: float) -> None:
     check(case, case.inputs(values))
 
 
+@pytest.mark.parametrize(("low", "high"), [(508.0, 516.0), (-516.0, -508.0)])
+def test_references_cross_the_bound_of_large_rows(low: float, high: float) -> None:
+    """Scores rise over +-512 by so little that the keys seen before still count."""
+    case = Case((20, 128), (64, 64), (1, 1), scale=math.log(2))  # scores are in units of the kernel's exponents
+    values = case.values()
+    values["q"][..., 0], values["q"][..., 1:] = 1.0, values["q"][..., 1:] / 16
+    values["k"][..., 64:, 0], values["k"][..., :64, 0] = low, high  # the last tile comes first
+    values["v"][..., 64:, :] *= 64
+    check(case, case.inputs(values))
+
+
 def test_single_key_is_copied() -> None:
     case = Case((50, 1), (40, 40), (4, 2), 2, "float16")
     tensors, result = run(case)
