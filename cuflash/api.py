@@ -10,7 +10,7 @@ from . import driver, jit
 from .arrays import CPU, KINDS, kind_of
 from .checks import check_apart, make_request, request_for
 from .jit import PLANS
-from .problem import AttentionProblem, Dtype, Mask
+from .problem import DTYPES, MASKS, AttentionProblem
 from .request import AXES, Request
 
 __all__ = ["attention", "warmup"]
@@ -215,7 +215,5 @@ def _warm_up_configs(configs: str | Iterable[AttentionProblem], device: int | No
 
 
 def _common_problems(arch: str) -> Iterator[AttentionProblem]:
-    dtypes: tuple[Dtype, ...] = ("bfloat16", "float16")
-    masks: tuple[Mask, ...] = ("full", "causal")
-    for dim, dtype, mask in product(COMMON_HEAD_DIMS, dtypes, masks):
+    for dim, dtype, mask in product(COMMON_HEAD_DIMS, DTYPES, MASKS):
         yield AttentionProblem(dim, dim, dtype, mask, access_bytes=16, scale_first=False, arch=arch)

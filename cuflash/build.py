@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
@@ -70,7 +71,7 @@ def build_one(job: Job, root: Path, max_bytes: int = UNBOUNDED) -> Built:
             source = render(problem, config)
             compiled = compile_source(source)
         except CompileError as error:
-            return Built(symbol(problem, config), problem.arch, error=f"{error}\n{error.log}".strip())
+            return Built(symbol(problem, config), problem.arch, error=str(error))
         kept = cache.publish(key, source, compiled)
     return Built.of(problem, config, compiled, cached=cached, kept=kept)
 
@@ -86,12 +87,16 @@ def build(jobs: Sequence[Job], root: Path, workers: int | None = None, max_bytes
         for job in jobs:
             yield build_one(job, root, max_bytes)
         return
-    spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(workers, mp_context=spawn) as pool:
-        running = [pool.submit(build_one, job, root, max_bytes) for job in jobs]
-        try:
-            for future in as_completed(running):
-                yield future.result()
-        except BaseException:  # an interrupt, or the caller has had enough: what has not begun never will
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
+    pool = ProcessPoolExecutor(
+        workers,
+        mp_context=multiprocessing.get_context("spawn"),
+        # Ctrl-C reaches the whole process group; a worker that it hits between two jobs would leave the pool waiting.
+        initializer=signal.signal,
+        initargs=(signal.SIGINT, signal.SIG_IGN),
+    )
+    running = [pool.submit(build_one, job, root, max_bytes) for job in jobs]
+    try:
+        for future in as_completed(running):
+            yield future.result()
+    finally:  # after an interrupt, or when the caller has had enough: what has not begun never will
+        pool.shutdown(cancel_futures=True)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from . import params
 from .arch import sm80
 from .config import KernelConfig
-from .problem import AttentionProblem, Dtype, Mask
+from .problem import DTYPES, MASKS, AttentionProblem
 
 L2_SECTION_BYTES = 32 * 2**20
 """K and V of the heads that run at the same time should fit this much of the L2 cache."""
@@ -86,8 +86,6 @@ def forward_grid(
     return ForwardGrid(m_tiles, launches)
 
 
-DTYPES: tuple[Dtype, ...] = ("bfloat16", "float16")
-MASKS: tuple[Mask, ...] = ("full", "causal")
 SHIPPED_HEAD_DIMS = (
     (32, 32),
     (64, 64),

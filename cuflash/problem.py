@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 Dtype = Literal["float16", "bfloat16"]
 Mask = Literal["full", "causal"]
+DTYPES: tuple[Dtype, ...] = get_args(Dtype)
+MASKS: tuple[Mask, ...] = get_args(Mask)
 
 MAX_HEAD_DIM = 256
 
@@ -47,5 +49,8 @@ class AttentionProblem:
         for name, value in (("head_dim", self.head_dim), ("head_dim_v", self.head_dim_v)):
             if not 1 <= value <= MAX_HEAD_DIM:
                 raise ValueError(f"{name} is {value}; accepted are 1 to {MAX_HEAD_DIM}")
+        for name, word, accepted in (("dtype", self.dtype, DTYPES), ("mask", self.mask, MASKS)):
+            if word not in accepted:
+                raise ValueError(f"{name} is {word!r}; accepted are {', '.join(accepted)}")
         if self.access_bytes not in (16, 8, 4, 2):
             raise ValueError(f"access_bytes is {self.access_bytes}; accepted are 16, 8, 4 and 2")

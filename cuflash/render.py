@@ -5,12 +5,13 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .config import KernelConfig
+from .kernels import select_config
 from .problem import AttentionProblem
 
 if TYPE_CHECKING:
@@ -113,8 +114,14 @@ def compile_options(arch: str, *, lineinfo: bool = False) -> tuple[str, ...]:
     return (*options, "-lineinfo") if lineinfo else options
 
 
-def dump_command(problem: AttentionProblem) -> str:
-    """The command line that renders a problem's kernel again."""
+def dump_command(problem: AttentionProblem, config: KernelConfig) -> str:
+    """The command line that renders a kernel again."""
+    table = select_config(problem)
+    changed = [
+        f"{field.name}={getattr(config, field.name)}"
+        for field in fields(config)
+        if field.compare and getattr(config, field.name) != getattr(table, field.name)
+    ]
     words = [
         "cuflash dump",
         f"--head-dim {problem.head_dim}",
@@ -125,6 +132,7 @@ def dump_command(problem: AttentionProblem) -> str:
     ]
     words += ["--causal"] if problem.mask == "causal" else []
     words += ["--scale-first"] if problem.scale_first else []
+    words += ["--config " + ",".join(changed)] if changed else []
     return " ".join(words)
 
 
@@ -149,6 +157,6 @@ def render(problem: AttentionProblem, config: KernelConfig, *, lineinfo: bool = 
     symbol = kernels.symbol(problem, config)
     template = _environment().get_template(family.template)
     text = template.render(
-        problem=problem, config=config, params=family.params, symbol=symbol, dump_command=dump_command(problem)
+        problem=problem, config=config, params=family.params, symbol=symbol, dump_command=dump_command(problem, config)
     )
     return Source(text, _headers(), symbol, compile_options(problem.arch, lineinfo=lineinfo), problem.arch)

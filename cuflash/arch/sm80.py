@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from ..config import KernelConfig
+from ..errors import UnsupportedError
 from ..problem import AttentionProblem
 
 SMALL = ("sm_86", "sm_89", "sm_120")
@@ -60,7 +61,9 @@ def forward_config(problem: AttentionProblem) -> KernelConfig:
     Accesses of less than 16 bytes take more addresses, and so registers, from the rest of the kernel.
     """
     head_dim = max(problem.head_dim, problem.head_dim_v)
-    rows = (row for row in FORWARD if problem.arch in row.arches and head_dim <= row.head_dim)
+    rows = [row for row in FORWARD if problem.arch in row.arches and head_dim <= row.head_dim]
+    if not rows:
+        raise UnsupportedError(f"no tuning row for head dim {head_dim} on {problem.arch}: add one to arch/sm80.py")
     config = min(rows, key=lambda row: row.head_dim).config
     if problem.access_bytes < 16:
         return replace(config, q_registers=0, block_n=min(48, config.block_n), reason=NARROW_REASON)

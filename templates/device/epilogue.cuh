@@ -32,7 +32,7 @@ DEVICE void stage_output(u32 warp_smem, const float (&o)[kRowBlocks][kColumnsOut
             const int row = 16 * w + 8 * r + lane / 4;
             #pragma unroll
             for (int i = 0; i < kColumnsOut / 8; i++)
-                st_shared(warp_smem + row * kPitch + ((i ^ (row & 7)) << 4) + (lane & 3) * 4, pack_pair<kBf16>(o[w][4 * i + 2 * r], o[w][4 * i + 2 * r + 1]));
+                st_shared(warp_smem + swizzled<kPitch>(row, i) + (lane & 3) * 4, pack_pair<kBf16>(o[w][4 * i + 2 * r], o[w][4 * i + 2 * r + 1]));
         }
 }
 
@@ -63,6 +63,6 @@ DEVICE void store_output(u32 warp_smem, const GlobalRows& out, int rows_left, in
         if (row >= rows_left || chunk >= kChunks) continue;
         const i64 column = chunk * kChunkElements * (kAccessBytes == 2 ? out.dim_stride : 2);
         unsigned char* to = const_cast<unsigned char*>(out.base) + row * out.row_stride + column;
-        store_chunk<kAccessBytes>(to, ld_shared_chunk(warp_smem + row * kPitch + ((chunk ^ (row & 7)) << 4)), 2 * kDim - chunk * kChunkBytes, out.dim_stride);
+        store_chunk<kAccessBytes>(to, ld_shared_chunk(warp_smem + swizzled<kPitch>(row, chunk)), 2 * kDim - chunk * kChunkBytes, out.dim_stride);
     }
 }

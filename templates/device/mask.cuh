@@ -1,4 +1,5 @@
-// Masks. Every mask answers the same three questions; a new one is one struct of this shape:
+// Masks. Every mask answers the same three questions. The tiles that exist begin at key 0, and those that need a test are the last ones:
+// a mask that hides early keys (a window) needs a TileRange.begin and a second masked loop in the kernel as well.
 //   range(m0, m_end): which key tiles a tile of query rows needs
 //   row(q, kv0):      an object whose keep(j) says whether query q sees key kv0 + j; asked on tiles that need a test
 //   sees_none(q_last, kv0): no query up to q_last sees a key from kv0 on (lets a warp skip its share of a tile)

@@ -4,10 +4,13 @@
 
 // Rows are padded to multiples of 128 bytes (64 elements); the 16-byte chunk c of row r stands at chunk c ^ (r mod 8), so that
 // ldmatrix, which reads one chunk of eight consecutive rows at a time, touches every bank once.
+template <int kPitch>
+DEVICE u32 swizzled(int row, int chunk) { return row * kPitch + ((chunk ^ (row & 7)) << 4); }
+
 template <int kDim>
 struct TileLayout {
     static constexpr int kPitch = 2 * round_up(kDim, 64);
-    DEVICE static u32 chunk_offset(int row, int chunk) { return row * kPitch + ((chunk ^ (row & 7)) << 4); }
+    DEVICE static u32 chunk_offset(int row, int chunk) { return swizzled<kPitch>(row, chunk); }
     // Lane address for ldmatrix of the 16x16 block at row 0, column 0 (see block() for the others). A and V^T want the lanes' rows
     // in order; K wants its two 8-row halves in registers 0-1 and 2-3, because an mma's B operand is an aligned register pair.
     DEVICE static u32 lane_offset_by_rows(int lane) { return chunk_offset(lane & 15, lane >> 4); }

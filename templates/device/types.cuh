@@ -28,10 +28,6 @@ struct FastDiv {
     DEVICE int divide(int n) const { return (int)((u64)(u32)n * magic >> shift); }
 };
 
-// A compile-time bool that travels as a function argument.
-template <bool kValue>
-struct Flag { static constexpr bool value = kValue; };
-
 constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 constexpr int round_up(int a, int b) { return ceil_div(a, b) * b; }
 constexpr int next_pow2(int n) { return n <= 1 ? 1 : 2 * next_pow2((n + 1) / 2); }

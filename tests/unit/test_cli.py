@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import io
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import ml_dtypes
@@ -176,7 +178,7 @@ def test_dump_prints_the_rendered_source(capsys):
 def test_the_command_in_a_source_dumps_that_source(arch):
     """Every kernel names the command that renders it again."""
     for problem in kernels.shipped_problems(arch):
-        words = render.dump_command(problem).split()
+        words = render.dump_command(problem, kernels.select_config(problem)).split()
         args = parser().parse_args(words[1:])
         assert dump_command.make_dump(args).problem == problem
 
@@ -185,6 +187,7 @@ def test_dump_takes_a_changed_config(capsys):
     assert main(["dump", "--head-dim", "128", "--config", "block_n=32,ctas=1", "--arch", "sm_90"]) == 0
     out = capsys.readouterr().out
     assert "constexpr int kBlockN = 32;" in out and "constexpr int kCtas = 1;" in out
+    assert "--config block_n=32,ctas=1\n" in out  # the command in the source renders this kernel, not the table's
     assert main(["dump", "--config", "block_n=4096", "--arch", "sm_90"]) == 1
     assert "bytes of shared memory" in error_line(capsys)
 
@@ -290,6 +293,33 @@ def test_an_interrupt_gives_up_what_has_not_begun(tmp_path, monkeypatch):
     assert not next(finished).error
     finished.close()
     assert len(list(tmp_path.glob("v1/cuflash_*"))) < 10
+
+
+@pytest.mark.compile
+def test_ctrl_c_ends_a_build(tmp_path):
+    """A terminal sends the signal to the whole process group, to the workers too."""
+    command = [
+        sys.executable,
+        "-m",
+        "cuflash",
+        "compile",
+        "--all",
+        "--arch",
+        "sm_86",
+        "-j",
+        "2",
+        "--prebuilt",
+        tmp_path,
+    ]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    deadline = time.monotonic() + 120
+    while not list(tmp_path.glob("v1/cuflash_*")) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    os.killpg(process.pid, signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130 and "interrupted" in errors and "Traceback" not in errors
 
 
 def test_compile_all_is_every_shipped_kernel():
