@@ -257,7 +257,7 @@ def test_a_kernel_that_does_not_compile_is_reported(capsys, monkeypatch):
     from cuflash.errors import CompileError
 
     def refuse(source, **options):
-        raise CompileError(f"no {source.symbol}", log="line 3: error")
+        raise CompileError(f"no {source.symbol}\nline 3: error", log="everything NVRTC said")
 
     monkeypatch.setattr(compiler, "compile_source", refuse)
     assert main(["compile", "--head-dim", "32", "--arch", "sm_80", "-j", "1"]) == 1
