@@ -35,9 +35,15 @@ stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", _p
 """The raw handle, as torch's own kernel launchers read it; the public road builds an object for each call."""
 
 
+is_tracing: Callable[[], bool] = torch._C._is_tracing
+dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+
+
 def geometry(x: Any, /) -> tuple[tuple[Any, ...], int]:
+    # Whoever may be following tensors is part of the key: `operand` asks who it is, and refuses most.
+    followers = (forward_ad._current_level, is_tracing(), dispatch_modes())
     return (
-        type(x), x.shape, x.stride(), x.dtype, x.device, x.requires_grad and is_grad_enabled(), x.is_neg(),
+        type(x), x.shape, x.stride(), x.dtype, x.device, x.requires_grad and is_grad_enabled(), x.is_neg(), followers,
     ), x.data_ptr()  # fmt: skip
 
 

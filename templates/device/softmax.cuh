@@ -101,7 +101,7 @@ private:
                 any_large |= large;
             }
         if (warp_any(any_seen)) rescale(o, correction);
-        if (warp_any(any_large)) subtract_large(s, references);
+        if (warp_any(any_large)) subtract_large(s, scale, references);
     }
 
     DEVICE static bool is_large(float reference, float scale) {
@@ -126,12 +126,12 @@ private:
             }
     }
 
-    DEVICE void subtract_large(Scores& s, u32 references) const {
+    DEVICE static void subtract_large(Scores& s, float scale, u32 references) {
         #pragma unroll
         for (int w = 0; w < kRowBlocks; w++)
             #pragma unroll
             for (int r = 0; r < 2; r++) {
-                const float shift = exponent[w][r] == kLargeExponent ? ld_shared_f32(references + row_offset(w, r)) : 0.f;
+                const float reference = ld_shared_f32(references + row_offset(w, r)), shift = is_large(reference, scale) ? reference : 0.f;
                 #pragma unroll
                 for (int i = 0; i < kPairs; i++) { s[w][4 * i + 2 * r] -= shift; s[w][4 * i + 2 * r + 1] -= shift; }
             }

@@ -92,6 +92,18 @@ def test_references_cross_the_bound_of_large_rows(low: float, high: float) -> No
     check(case, case.inputs(values))
 
 
+@pytest.mark.parametrize("score", [-5.0, -6.0, -1e30, 0.0])
+def test_a_large_row_leaves_its_neighbours_alone(score: float) -> None:
+    """One warp holds a large row and ordinary ones, whose exponents may equal any constant of the kernel's."""
+    case = Case((16, 128), (64, 64), (1, 1), scale=math.log(2))
+    values = case.values()
+    values["q"][...], values["k"][...] = 0.0, 0.0
+    values["q"][:, :, 0, 0], values["q"][:, :, 1:, 1] = 600.0, 1.0
+    values["k"][..., 0] = 1.0
+    values["k"][..., 64:, 1], values["k"][..., :64, 1] = score, score + 2.0
+    check(case, case.inputs(values))
+
+
 def test_single_key_is_copied() -> None:
     case = Case((50, 1), (40, 40), (4, 2), 2, "float16")
     tensors, result = run(case)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -17,7 +16,6 @@ from tests.unit import fake_gpu
 from tests.unit.fake_gpu import FakeGpu
 
 pytest.importorskip("cupy")
-from cuflash.arrays import cupy_arrays
 
 
 @pytest.fixture
@@ -206,26 +204,3 @@ def test_a_call_that_fails_leaves_no_plan(gpu: FakeGpu, monkeypatch: pytest.Monk
             cuflash.attention(*arrays(gpu))
     assert not jit.PLANS
     cuflash.attention(*arrays(gpu))
-
-
-def seconds_per_call(call: Callable[[], object], calls: int = 2000, rounds: int = 7) -> float:
-    """The fastest round: what others do on the machine only adds."""
-    times = []
-    for _ in range(rounds):
-        start = time.perf_counter()
-        for _ in range(calls):
-            call()
-        times.append((time.perf_counter() - start) / calls)
-    return min(times)
-
-
-def test_own_share_of_a_warm_call(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, record_property: Any) -> None:
-    """Recorded, and held to some tens of attribute reads of this machine; figures are the benchmark's business."""
-    monkeypatch.setattr(driver, "launch", lambda *_: None)
-    monkeypatch.setattr(cupy_arrays, "current_device", lambda: 0)
-    monkeypatch.setattr(cupy_arrays, "stream", lambda device: 0)
-    (q, k, v), out = arrays(gpu), out_like(gpu)
-    read = seconds_per_call(lambda: q.shape)
-    own = seconds_per_call(lambda: cuflash.attention(q, k, v, out=out))
-    record_property("microseconds", 1e6 * own)
-    assert own < 80 * read, f"{1e6 * own:.2f} us a call, {1e6 * read:.2f} us for reading a shape"
