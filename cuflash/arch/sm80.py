@@ -16,7 +16,7 @@ from ..problem import AttentionProblem
 SMALL = ("sm_86", "sm_89", "sm_120")
 """99 KiB of shared memory for a block."""
 
-NARROW_REASON = "narrow accesses need registers for addresses, so narrower key tiles and Q in shared memory"
+RARE_REASON = "narrow accesses or early scaling need registers, so narrower key tiles and Q in shared memory"
 
 
 class Row(NamedTuple):
@@ -58,13 +58,14 @@ FORWARD = (
 def forward_config(problem: AttentionProblem) -> KernelConfig:
     """The config of the row with the smallest head dim that serves the problem.
 
-    Accesses of less than 16 bytes take more addresses, and so registers, from the rest of the kernel.
+    Accesses of less than 16 bytes take more addresses, and so registers, from the rest of the kernel; so do scores
+    that are scaled before the softmax.
     """
     head_dim = max(problem.head_dim, problem.head_dim_v)
     rows = [row for row in FORWARD if problem.arch in row.arches and head_dim <= row.head_dim]
     if not rows:
         raise UnsupportedError(f"no tuning row for head dim {head_dim} on {problem.arch}: add one to arch/sm80.py")
     config = min(rows, key=lambda row: row.head_dim).config
-    if problem.access_bytes < 16:
-        return replace(config, q_registers=0, block_n=min(48, config.block_n), reason=NARROW_REASON)
+    if problem.access_bytes < 16 or problem.scale_first:
+        return replace(config, q_registers=0, block_n=min(48, config.block_n), reason=RARE_REASON)
     return config
