@@ -43,6 +43,10 @@ class KernelConfig:
         shared memory in every step.
     ctas : int
         Thread blocks that share a multiprocessor: the register limit of ``__launch_bounds__``.
+    slack : int
+        Base-2 logarithm of how far a probability may exceed 1 before the softmax raises its reference. A larger slack
+        is faster and less accurate: where one key outweighs the others, its probability should be near 1, which
+        rounding to 16 bits does not change.
     reason : str
         Why this row of the tuning table is what it is; not part of the identity.
     """
@@ -54,6 +58,7 @@ class KernelConfig:
     stages: int
     q_registers: int
     ctas: int
+    slack: int = 2
     reason: str = field(default="", compare=False)
 
     @property
@@ -63,7 +68,7 @@ class KernelConfig:
     @property
     def label(self) -> str:
         """The part of the symbol that names this config."""
-        return f"m{self.block_m}n{self.block_n}w{self.warps}s{self.stages}q{self.q_registers}c{self.ctas}"
+        return f"m{self.block_m}n{self.block_n}w{self.warps}s{self.stages}q{self.q_registers}c{self.ctas}l{self.slack}"
 
     def smem(self, problem: AttentionProblem) -> tuple[SmemRegion, ...]:
         """The map: Q (later the output's staging), K and V of every stage, the rows' softmax references."""

@@ -16,8 +16,6 @@ from .request import Causal
 
 __all__ = ["oracle", "tile_schedule"]
 
-LAZY_LOG2 = 4.0
-"""Probabilities may exceed 1 by this power of two before a kernel raises its softmax reference."""
 LARGE_PRODUCT = 512.0
 """From here on a kernel subtracts the reference before it multiplies by the scale (see device/softmax.cuh)."""
 
@@ -82,7 +80,7 @@ def tile_schedule(
     """What the forward kernel of `config` computes, up to the order of sums inside a matrix product.
 
     The last key tile comes first; a warp keeps an older softmax reference until a score exceeds it by
-    2**LAZY_LOG2 in the probability; probabilities are rounded to the input dtype before P V; sums, maxima and products
+    2**slack in the probability; probabilities are rounded to the input dtype before P V; sums, maxima and products
     are float32.
 
     Parameters
@@ -92,7 +90,7 @@ def tile_schedule(
     causal, scale
         As in `attention_cpu`.
     config : KernelConfig
-        Gives ``block_m``, ``block_n`` and ``warps``.
+        Gives ``block_m``, ``block_n``, ``warps`` and ``slack``.
     scale_first : bool
         The kernel variant that multiplies the scores by the scale before the softmax.
 
@@ -112,7 +110,7 @@ def tile_schedule(
             q1, k1, v1 = (x.astype(np.float32) for x in (q[b, h], k[b, h // group], v[b, h // group]))
             for first in range(0, seqlen_q, warp_rows):
                 rows = slice(first, min(first + warp_rows, seqlen_q))
-                warp = _Warp(q1[rows], v.shape[3], q.dtype, scale, scale_first)
+                warp = _Warp(q1[rows], v.shape[3], q.dtype, scale, scale_first, config.slack)
                 block_end = first // config.block_m * config.block_m + config.block_m
                 last_visible = np.arange(rows.start, rows.stop) + offset
                 for keys in _key_tiles(block_end + offset, k.shape[2], config.block_n):
@@ -131,12 +129,15 @@ def _key_tiles(seen: int, seqlen_k: int, block_n: int) -> list[slice]:
 class _Warp:
     """The registers of one warp: its rows of Q, O, the softmax reference and the row sums."""
 
-    def __init__(self, q: Array, head_dim_v: int, dtype: np.dtype[Any], scale: float, scale_first: bool) -> None:
+    def __init__(
+        self, q: Array, head_dim_v: int, dtype: np.dtype[Any], scale: float, scale_first: bool, slack: int
+    ) -> None:
         log2_scale = np.float32(scale * math.log2(math.e))
         self.q, self.dtype = q, dtype
         self.first_factor = log2_scale if scale_first else np.float32(1.0)
         self.factor = np.float32(1.0) if scale_first else log2_scale
-        self.slack = np.float32(LAZY_LOG2) / self.factor
+        self.slack = np.float32(slack) / self.factor
+        self.large = np.float32(LARGE_PRODUCT) / self.factor
         self.o = np.zeros((len(q), head_dim_v), np.float32)
         self.sum = np.zeros((len(q), 1), np.float32)
         self.reference = np.full((len(q), 1), -np.inf, np.float32)
@@ -146,7 +147,7 @@ class _Warp:
         scores[hidden] = -np.inf
         top = np.fmax.reduce(scores, axis=1, keepdims=True)
         limit = self.reference + self.slack
-        usable = (limit >= 0) & (limit < self.slack * np.float32(LARGE_PRODUCT / LAZY_LOG2))
+        usable = (limit >= 0) & (limit < self.large)
         exponent = self.reference * self.factor
         if not np.all(usable & (top < limit)):
             exponent = self._raise_reference(scores, np.fmax(self.reference, top))
@@ -158,7 +159,7 @@ class _Warp:
         """Rescale O and the sums to the new reference; returns what the step subtracts in the exponent."""
         old, self.reference = self.reference, top
         empty = top == -np.inf
-        large = ~empty & (np.abs(top) >= self.slack * np.float32(LARGE_PRODUCT / LAZY_LOG2))
+        large = ~empty & (np.abs(top) >= self.large)
         shift = np.where(large, (old - top) * self.factor, old * self.factor - top * self.factor)
         correction = np.where(old == -np.inf, np.float32(0.0), np.exp2(shift))
         self.sum *= correction

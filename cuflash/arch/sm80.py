@@ -30,7 +30,9 @@ class Row(NamedTuple):
 def _row(
     arches: tuple[str, ...], head_dim: int, block_m: int, block_n: int, *, warps: int, q: int, ctas: int, reason: str
 ) -> Row:
-    return Row(arches, head_dim, KernelConfig("forward_sm80", block_m, block_n, warps, 2, q, ctas, reason))
+    # With 16 rows a warp a larger slack than with 32 keeps the exact path as rare; errors are in bench/LOG.md.
+    slack = 2 if block_m // warps > 16 else 3
+    return Row(arches, head_dim, KernelConfig("forward_sm80", block_m, block_n, warps, 2, q, ctas, slack, reason))
 
 
 FORWARD = (

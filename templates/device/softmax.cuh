@@ -1,21 +1,18 @@
 // Online softmax in base 2 on mma accumulators (Milakov and Gimelshein 2018; FlashAttention-2, algorithm 1), with lazy rescaling.
 //
 // A row keeps a reference near its maximum; probabilities are exp2(score * scale - reference * scale). A step only tests, without
-// shuffles, that no score exceeds the reference by more than 2^kSlack in the probability.
+// shuffles, that no score exceeds the reference by more than 2^kSlack in the probability (KernelConfig.slack).
 // Otherwise the warp takes the exact path: new maximum, sums and outputs rescaled. The result is the same up to rounding, because
 // numerator and denominator share the reference.
 #pragma once
 #include "device/ptx.cuh"
 
-// A larger slack would be as safe (fp16 holds 2^15) and hardly faster, but less accurate: where one key outweighs the others, its
-// probability should be near 1, which rounding to 16 bits does not change. 8 makes the largest error 1.5 times that of exact maxima, 4 1.1.
-constexpr float kSlack = 4.f;
 // Two exponents fail the lazy test on purpose (exponent + kSlack < 0), so that their rows take the exact path in every step.
 // A row that has seen no key: this exponent never meets a finite score.
 constexpr float kEmptyExponent = -1e30f;
 // From |reference * scale| = 512 on, rounding that product moves a probability by 2^-16 and more, and what a key that outweighs all others
 // gets would no longer be 1 to within 16-bit rounding. Such a row is large: it subtracts its reference from the scores before they are
-// multiplied, and its probabilities carry a constant factor of 2^5 instead.
+// multiplied, and its probabilities carry a constant factor of 2^(kSlack + 1) instead.
 constexpr float kLargeProduct = 512.f;
 constexpr float kLargeExponent = -kSlack - 1.f;
 
