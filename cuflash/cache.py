@@ -10,6 +10,7 @@ A cache is a convenience: an unwritable, full or untrustworthy one costs one war
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -102,6 +103,7 @@ def _read_entry(folder: Path, key: CacheKey) -> Compiled:
     return Compiled(cubin=cubin, **content["compiled"])
 
 
+_EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 _UNSOUND = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError)
 
 
@@ -198,8 +200,9 @@ class KernelCache:
             return None
         try:
             compiled = _read_entry(folder, key)
-        except _UNSOUND:
-            if os.path.lexists(folder):
+        except _UNSOUND as error:
+            # A process that is out of descriptors or memory cannot read a sound entry either: that one stays.
+            if getattr(error, "errno", None) not in _EXHAUSTED and os.path.lexists(folder):
                 files.remove(folder)
             return None
         with suppress(OSError):

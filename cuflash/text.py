@@ -73,7 +73,8 @@ def explanation_items(e: Explanation) -> dict[str, str]:
 def kernel_items(kernel: Kernel) -> dict[str, str]:
     """The part of an explanation that is about the kernel."""
     config = kernel.config
-    grid = " + ".join(" x ".join(map(str, blocks)) for blocks in kernel.grid)
+    shown = [" x ".join(map(str, blocks)) for blocks in kernel.grid]
+    grid = " + ".join(shown if len(shown) <= 3 else [shown[0], f"... ({len(shown)} launches)", shown[-1]])
     items = {
         "kernel": kernel.symbol,
         "family": f"{kernel.family}, compiled for {kernel.problem.arch}",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
@@ -164,6 +165,18 @@ def test_publishing_again_is_no_error(store):
     assert publish(store, 1) == compiled
     assert store.info().entries == 1
     assert not list(store._children(unfinished=True))
+
+
+def test_a_process_out_of_descriptors_leaves_sound_entries_alone(store, monkeypatch):
+    compiled = publish(store, 1)
+
+    def exhausted(*_):
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(cache, "_read_entry", exhausted)
+        assert store.load(key_of(1)) is None
+    assert store.load(key_of(1)) == compiled
 
 
 def test_another_nvrtc_build_misses(store, root, monkeypatch):

@@ -152,6 +152,14 @@ def test_the_report_names_everything():
     assert not any(line != line.rstrip() for line in text.splitlines())
 
 
+def test_a_call_of_many_launches_prints_in_one_line():
+    row = np.zeros((1, 1, 1, 64), np.float16)
+    q = np.broadcast_to(row, (1, 5 * 65535 * 128, 1, 64))
+    e = cuflash.explain(q, row, row, arch="sm_90")
+    assert len(e.kernel.grid) == 5
+    assert "... (5 launches)" in str(e)
+
+
 @pytest.mark.parametrize(
     ("make", "options", "rule", "words"),
     [
