@@ -11,28 +11,41 @@ from typing import NamedTuple
 
 from ..config import KernelConfig
 from ..errors import UnsupportedError
-from ..problem import AttentionProblem
+from ..problem import MASKS, AttentionProblem, Mask
 
 SMALL = ("sm_86", "sm_89", "sm_120")
 """99 KiB of shared memory for a block."""
+
+SLACK: dict[Mask, int] = {"full": 2, "causal": 3}
+"""By mask: where the diagonal's tile comes first it holds each row's own key, and a larger slack costs no accuracy."""
 
 RARE_REASON = "narrow accesses or early scaling need registers, so narrower key tiles and Q in shared memory"
 
 
 class Row(NamedTuple):
-    """The config of every problem whose larger head dim is at most ``head_dim`` on one of ``arches``."""
+    """The config of problems on ``arches``, under ``masks``, whose larger head dim is at most ``head_dim``."""
 
     arches: tuple[str, ...]
     head_dim: int
+    masks: tuple[Mask, ...]
     config: KernelConfig
 
 
 def _row(
-    arches: tuple[str, ...], head_dim: int, block_m: int, block_n: int, *, warps: int, q: int, ctas: int, reason: str
+    arches: tuple[str, ...],
+    head_dim: int,
+    block_m: int,
+    block_n: int,
+    *,
+    warps: int,
+    q: int,
+    ctas: int,
+    masks: tuple[Mask, ...] = MASKS,
+    reason: str,
 ) -> Row:
-    # With 16 rows a warp a larger slack than with 32 keeps the exact path as rare; errors are in bench/LOG.md.
-    slack = 2 if block_m // warps > 16 else 3
-    return Row(arches, head_dim, KernelConfig("forward_sm80", block_m, block_n, warps, 2, q, ctas, slack, reason))
+    return Row(
+        arches, head_dim, masks, KernelConfig("forward_sm80", block_m, block_n, warps, 2, q, ctas, reason=reason)
+    )
 
 
 FORWARD = (
@@ -41,7 +54,8 @@ FORWARD = (
     _row(("sm_90",), 96, 128, 64, warps=4, q=2, ctas=2, reason="as 128, with room for two k-steps of Q"),
     _row(("sm_90",), 128, 128, 64, warps=4, q=0, ctas=2, reason="32 rows a warp halve K and V reads; two blocks"),
     _row(("sm_90",), 192, 128, 64, warps=8, q=12, ctas=1, reason="O leaves room for 16 rows a warp, and all of Q"),
-    _row(("sm_90",), 256, 128, 64, warps=8, q=12, ctas=1, reason="O leaves room for 16 rows a warp, and most of Q"),
+    _row(("sm_90",), 256, 128, 64, warps=8, q=13, ctas=1, masks=("full",), reason="as 192, with room for most of Q"),
+    _row(("sm_90",), 256, 128, 64, warps=8, q=12, ctas=1, masks=("causal",), reason="as above; 13 k-steps spill"),
     _row(("sm_100",), 64, 128, 64, warps=4, q=4, ctas=2, reason="as on sm_90; not measured there"),
     _row(("sm_100",), 128, 128, 48, warps=4, q=0, ctas=2, reason="64 keys spill there; not measured there"),
     _row(("sm_100",), 192, 128, 64, warps=8, q=12, ctas=1, reason="as on sm_90; not measured there"),
@@ -64,10 +78,12 @@ def forward_config(problem: AttentionProblem) -> KernelConfig:
     that are scaled before the softmax.
     """
     head_dim = max(problem.head_dim, problem.head_dim_v)
-    rows = [row for row in FORWARD if problem.arch in row.arches and head_dim <= row.head_dim]
+    rows = [
+        row for row in FORWARD if problem.arch in row.arches and problem.mask in row.masks and head_dim <= row.head_dim
+    ]
     if not rows:
         raise UnsupportedError(f"no tuning row for head dim {head_dim} on {problem.arch}: add one to arch/sm80.py")
-    config = min(rows, key=lambda row: row.head_dim).config
+    config = replace(min(rows, key=lambda row: row.head_dim).config, slack=SLACK[problem.mask])
     if problem.access_bytes < 16 or problem.scale_first:
         return replace(config, q_registers=0, block_n=min(48, config.block_n), reason=RARE_REASON)
     return config
