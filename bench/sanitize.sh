@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
 # Runs all kernel variants under compute-sanitizer and writes logs and a summary: bench/sanitize.sh [folder] [tool ...]
+# COMMIT=hash names the commit where the tree is a copy without its history.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 folder=${1:-bench/results/sanitizer}
@@ -17,7 +18,7 @@ failed=0
 {
     echo "# compute-sanitizer"
     echo
-    echo "$(date -u +%Y-%m-%d), commit $(git rev-parse --short HEAD 2>/dev/null || echo unknown), $(nvidia-smi --query-gpu=name,driver_version --format=csv,noheader | head -n 1), $(compute-sanitizer --version | grep -i version)."
+    echo "$(date -u +%Y-%m-%d), commit ${COMMIT:-$(git rev-parse --short HEAD 2>/dev/null || echo unknown)}, $(nvidia-smi --query-gpu=name,driver_version --format=csv,noheader | head -n 1), $(compute-sanitizer --version | grep -i version)."
     echo "Workload: tests/gpu/sanitizer_workload.py, $(tail -n 1 "$folder/plain.log"), CuPy's memory pool off."
     echo
     echo "| tool | exit code | verdict |"
