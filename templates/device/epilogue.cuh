@@ -6,19 +6,17 @@
 constexpr float kLn2 = 0.693147180559945309f;
 
 // Divides O by the row sums; lse[w][r] becomes the natural log of the row's sum of exponentials. A row that sees no key: O = 0, -inf.
-template <int kRowBlocks, int kColumns, int kColumnsOut>
-DEVICE void normalise(float (&o)[kRowBlocks][kColumnsOut / 2], float (&lse)[kRowBlocks][2],
-                      const OnlineSoftmax<kRowBlocks, kColumns, kColumnsOut>& softmax, float scale) {
-    const u32 references = softmax.thread_references();
+template <int kRowBlocks, int kPerThread>
+DEVICE void normalise(float (&o)[kRowBlocks][kPerThread], float (&lse)[kRowBlocks][2], const RowTotals<kRowBlocks>& totals) {
     #pragma unroll
     for (int w = 0; w < kRowBlocks; w++)
         #pragma unroll
         for (int r = 0; r < 2; r++) {
-            const float total = quad_sum(softmax.sum[w][r]);
+            const float total = quad_sum(totals.sum[w][r]);
             const float inverse = total == 0.f ? 0.f : rcp_approx(total);   // NaN stays NaN
-            lse[w][r] = total == 0.f ? minus_infinity() : (softmax.log2_factor(references, w, r, scale) + log2_approx(total)) * kLn2;
+            lse[w][r] = total == 0.f ? minus_infinity() : (totals.log2_factor[w][r] + log2_approx(total)) * kLn2;
             #pragma unroll
-            for (int i = 0; i < kColumnsOut / 8; i++) { o[w][4 * i + 2 * r] *= inverse; o[w][4 * i + 2 * r + 1] *= inverse; }
+            for (int i = 0; i < kPerThread / 4; i++) { o[w][4 * i + 2 * r] *= inverse; o[w][4 * i + 2 * r + 1] *= inverse; }
         }
 }
 

@@ -2,6 +2,7 @@
 // a mask that hides early keys (a window) needs a TileRange.begin and a second masked loop in the kernel as well.
 //   range(m0, m_end): which key tiles a tile of query rows needs
 //   row(q, kv0):      an object whose keep(j) says whether query q sees key kv0 + j; asked on tiles that need a test
+//   kMaskedSteps:     whether more than the first step, the last key tile, can need a test
 //   sees_none(q_last, kv0): no query up to q_last sees a key from kv0 on (lets a warp skip its share of a tile)
 #pragma once
 #include "device/types.cuh"
@@ -20,6 +21,7 @@ struct PrefixRow {
 
 template <int kBlockN>
 struct FullMask {
+    static constexpr bool kMaskedSteps = false;
     int seqlen_k;
     DEVICE TileRange range(int, int) const { return {seqlen_k / kBlockN, (seqlen_k + kBlockN - 1) / kBlockN}; }
     DEVICE PrefixRow row(int, int kv0) const { return {seqlen_k - 1 - kv0}; }
@@ -29,6 +31,7 @@ struct FullMask {
 // Query i sees keys j <= i + offset: offset = seqlen_k - seqlen_q aligns the corner at the bottom right, 0 at the top left.
 template <int kBlockN>
 struct CausalMask {
+    static constexpr bool kMaskedSteps = true;
     int seqlen_k;
     int offset;
     // m0 and m_end: first query row of the tile and one past its last.

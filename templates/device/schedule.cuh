@@ -22,3 +22,30 @@ DEVICE WorkTile work_tile(int x, int y, int z, int section, int m_tiles, FastDiv
     tile.kv_head = group.divide(tile.head);
     return tile;
 }
+
+// A position in a ring of kStages buffers; the phase flips with every round.
+template <int kStages>
+struct RingPosition {
+    int index;
+    u32 phase;
+    DEVICE void advance() {
+        if (++index == kStages) {
+            index = 0;
+            phase ^= 1;
+        }
+    }
+};
+
+// Work tile `tile` of a persistent kernel. The order is that of the grid above: query heads of a section side by side, the
+// last query tile first, then the next section; the last section may be smaller.
+DEVICE WorkTile persistent_tile(int tile, int section, int m_tiles, int batch_heads, int heads, int group) {
+    const int first_head = tile / (section * m_tiles) * section;
+    const int width = min_int(section, batch_heads - first_head), within = tile - first_head * m_tiles;
+    WorkTile work;
+    work.m_tile = m_tiles - 1 - within / width;
+    work.batch_head = first_head + within % width;
+    work.batch = work.batch_head / heads;
+    work.head = work.batch_head % heads;
+    work.kv_head = work.head / group;
+    return work;
+}

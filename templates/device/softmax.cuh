@@ -18,6 +18,13 @@ constexpr float kLargeExponent = -kSlack - 1.f;
 
 DEVICE float minus_infinity() { return bits_float(0xff800000); }
 
+// A row's sum over this thread's columns, and the log2 of what it has to be multiplied by to be the sum of exp2(score * scale).
+template <int kRowBlocks>
+struct RowTotals {
+    float sum[kRowBlocks][2];
+    float log2_factor[kRowBlocks][2];
+};
+
 // A thread holds rows r = 0, 1 of each of its warp's kRowBlocks 16-row blocks. Element e of column pair i is s[w][4*i + 2*r + e].
 template <int kRowBlocks, int kColumns, int kColumnsOut>
 struct OnlineSoftmax {
@@ -41,19 +48,86 @@ struct OnlineSoftmax {
             }
     }
 
-    // Makes the scores of a step ready for probability().
+    // Makes the scores of a step ready for probability(), and O and the sums fit their references.
     DEVICE void update(Scores& s, Output& o, float scale, float inverse_scale) {
         bool raise = false;
         #pragma unroll
         for (int w = 0; w < kRowBlocks; w++)
             #pragma unroll
-            for (int r = 0; r < 2; r++) raise |= exceeds(s[w], r, (exponent[w][r] + kSlack) * inverse_scale);
-        if (warp_any(raise)) raise_references(s, o, scale);
+            for (int r = 0; r < 2; r++) raise |= exceeds(top_bits(s[w], r), (exponent[w][r] + kSlack) * inverse_scale);
+        if (!warp_any(raise)) return;
+        float correction[kRowBlocks][2];
+        if (raise_references(s, correction, scale)) {
+            rescale_sums(correction);
+            rescale_output(o, correction);
+        }
+    }
+
+    // The same for a kernel whose O is still being written. Returns whether O has to be rescaled by `correction` afterwards.
+    template <bool kExact>
+    DEVICE bool update_but_output(Scores& s, float scale, float inverse_scale, float (&correction)[kRowBlocks][2]) {
+        float top[kRowBlocks][2];
+        bool raise = kExact, exact = kExact;
+        #pragma unroll
+        for (int w = 0; w < kRowBlocks; w++)
+            #pragma unroll
+            for (int r = 0; r < 2; r++) {
+                const float limit = (exponent[w][r] + kSlack) * inverse_scale;
+                const int bits = top_bits(s[w], r);
+                raise |= exceeds(bits, limit);
+                exact |= !(limit >= 0.f);
+                top[w][r] = bits_float(bits);
+            }
+        if (!warp_any(raise)) return false;
+        if (!warp_any(exact) && raise_ordinary(top, scale, correction)) return true;
+        const bool any_seen = raise_references(s, correction, scale);
+        rescale_sums(correction);
+        return any_seen;
+    }
+
+    DEVICE static void rescale_output(Output& o, const float (&correction)[kRowBlocks][2]) {
+        #pragma unroll
+        for (int w = 0; w < kRowBlocks; w++)
+            #pragma unroll
+            for (int r = 0; r < 2; r++)
+                #pragma unroll
+                for (int i = 0; i < kColumnsOut / 8; i++) { o[w][4 * i + 2 * r] *= correction[w][r]; o[w][4 * i + 2 * r + 1] *= correction[w][r]; }
+    }
+
+    // What is left of rows that have seen all their keys.
+    DEVICE RowTotals<kRowBlocks> totals(float scale) const {
+        const u32 references = thread_references();
+        RowTotals<kRowBlocks> totals;
+        #pragma unroll
+        for (int w = 0; w < kRowBlocks; w++)
+            #pragma unroll
+            for (int r = 0; r < 2; r++) {
+                totals.sum[w][r] = sum[w][r];
+                totals.log2_factor[w][r] = log2_factor(references, w, r, scale);
+            }
+        return totals;
+    }
+
+    // New rows, whose first scores these are; O, which may still be that of the rows before, is not touched.
+    DEVICE void begin(Scores& s, float scale) {
+        const u32 references = thread_references();
+        bool any_large = false;
+        warp_sync();   // every lane has read the totals of the rows before
+        #pragma unroll
+        for (int w = 0; w < kRowBlocks; w++)
+            #pragma unroll
+            for (int r = 0; r < 2; r++) {
+                const float top = quad_max(row_max(s[w], r));
+                st_shared_f32(references + row_offset(w, r), top);
+                sum[w][r] = 0.f;
+                exponent[w][r] = exponent_of(top, scale);
+                any_large |= is_large(top, scale);
+            }
+        if (warp_any(any_large)) subtract_large(s, scale, references);
     }
 
     DEVICE float probability(float score, float scale, int w, int r) const { return exp2_approx(fma_f32(score, scale, -exponent[w][r])); }
 
-    // log2 of what a row's sum has to be multiplied by to be the sum of exp2(score * scale).
     DEVICE float log2_factor(u32 references, int w, int r, float scale) const {
         const float reference = ld_shared_f32(references + row_offset(w, r));
         return mul_f32(reference, scale) + (is_large(reference, scale) ? kLargeExponent : 0.f);
@@ -67,18 +141,53 @@ struct OnlineSoftmax {
     }
 
 private:
-    // Integer order equals float order for positive numbers, and one 3-input maximum replaces two float ones. A limit that is
-    // negative or NaN answers true: the exact path is right for every row.
-    DEVICE static bool exceeds(const float (&s)[kColumns / 2], int r, float limit) {
+    // The largest score of this thread where that is positive, some negative number where none is: integer order equals float order for
+    // positive numbers, and one 3-input maximum replaces two float ones. Enough for a row whose limit is not negative.
+    DEVICE static int top_bits(const float (&s)[kColumns / 2], int r) {
         int top = float_bits(s[2 * r]);
         #pragma unroll
         for (int i = 0; i < kPairs; i++) top = max3_s32(top, float_bits(s[4 * i + 2 * r]), float_bits(s[4 * i + 2 * r + 1]));
-        return top >= (limit >= 0.f ? float_bits(limit) : (int)0x80000000);
+        return top;
     }
 
-    DEVICE void raise_references(Scores& s, Output& o, float scale) {
+    // A limit that is negative or NaN answers true: raise_references is right for every row.
+    DEVICE static bool exceeds(int top_bits, float limit) { return top_bits >= (limit >= 0.f ? float_bits(limit) : (int)0x80000000); }
+
+    DEVICE static float exponent_of(float top, float scale) {
+        return top == minus_infinity() ? kEmptyExponent : is_large(top, scale) ? kLargeExponent : mul_f32(top, scale);
+    }
+
+    // The short way where every row of the warp has a reference that is not negative: `thread_top` is each thread's top_bits. False if a row becomes
+    // large; nothing has changed then.
+    DEVICE bool raise_ordinary(const float (&thread_top)[kRowBlocks][2], float scale, float (&correction)[kRowBlocks][2]) {
+        float top[kRowBlocks][2];
+        bool any_large = false;
+        #pragma unroll
+        for (int w = 0; w < kRowBlocks; w++)
+            #pragma unroll
+            for (int r = 0; r < 2; r++) {
+                top[w][r] = quad_max(thread_top[w][r]);
+                any_large |= is_large(top[w][r], scale);
+            }
+        if (warp_any(any_large)) return false;
         const u32 references = thread_references();
-        float correction[kRowBlocks][2];
+        #pragma unroll
+        for (int w = 0; w < kRowBlocks; w++)
+            #pragma unroll
+            for (int r = 0; r < 2; r++) {
+                const float old = exponent[w][r], product = mul_f32(top[w][r], scale);
+                if (product > old) st_shared_f32(references + row_offset(w, r), top[w][r]);
+                exponent[w][r] = max_f32(old, product);
+                correction[w][r] = exp2_approx(old - exponent[w][r]);
+            }
+        rescale_sums(correction);
+        return true;
+    }
+
+    // Exact maxima as references. Returns whether a row of the warp had one before, so that there is something
+    // to rescale.
+    DEVICE bool raise_references(Scores& s, float (&correction)[kRowBlocks][2], float scale) {
+        const u32 references = thread_references();
         bool any_seen = false, any_large = false;
         #pragma unroll
         for (int w = 0; w < kRowBlocks; w++)
@@ -93,12 +202,12 @@ private:
                 const float shift = large ? mul_f32(old - top, scale) : mul_f32(old, scale) - mul_f32(top, scale);
                 const float factor = (is_large(old, scale) ? kLargeExponent : 0.f) - (large ? kLargeExponent : 0.f);
                 correction[w][r] = seen ? exp2_approx(shift + factor) : 0.f;
-                exponent[w][r] = top == minus_infinity() ? kEmptyExponent : large ? kLargeExponent : mul_f32(top, scale);
+                exponent[w][r] = exponent_of(top, scale);
                 any_seen |= seen;
                 any_large |= large;
             }
-        if (warp_any(any_seen)) rescale(o, correction);
         if (warp_any(any_large)) subtract_large(s, scale, references);
+        return warp_any(any_seen);
     }
 
     DEVICE static bool is_large(float reference, float scale) {
@@ -112,15 +221,11 @@ private:
         return top;
     }
 
-    DEVICE void rescale(Output& o, const float (&correction)[kRowBlocks][2]) {
+    DEVICE void rescale_sums(const float (&correction)[kRowBlocks][2]) {
         #pragma unroll
         for (int w = 0; w < kRowBlocks; w++)
             #pragma unroll
-            for (int r = 0; r < 2; r++) {
-                sum[w][r] *= correction[w][r];
-                #pragma unroll
-                for (int i = 0; i < kColumnsOut / 8; i++) { o[w][4 * i + 2 * r] *= correction[w][r]; o[w][4 * i + 2 * r + 1] *= correction[w][r]; }
-            }
+            for (int r = 0; r < 2; r++) sum[w][r] *= correction[w][r];
     }
 
     DEVICE static void subtract_large(Scores& s, float scale, u32 references) {

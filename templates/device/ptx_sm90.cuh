@@ -1,0 +1,94 @@
+// The instructions that only sm_90a has, one wrapper each, beside those of ptx.cuh: mbarriers, TMA, wgmma, setmaxnreg.
+// Section numbers are those of the PTX ISA manual, chapter 9.
+#pragma once
+#include "device/ptx.cuh"
+
+// ---- tensor maps (the driver's opaque descriptor, in the kernel's parameters)
+
+struct alignas(64) TensorMap { unsigned char bytes[128]; };
+DEVICE void prefetch_tensor_map(const TensorMap* map) { asm volatile("prefetch.tensormap [%0];" :: "l"(map) : "memory"); }
+
+// ---- mbarriers (9.7.13.15). A phase completes when `arrivals` have arrived and all announced bytes have landed.
+
+DEVICE void mbarrier_init(u32 bar, int arrivals) { asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" :: "r"(bar), "r"(arrivals) : "memory"); }
+// Makes the inits visible to the other threads' and the TMA unit's accesses; a block barrier must follow.
+DEVICE void mbarrier_init_fence() {
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+DEVICE void mbarrier_arrive(u32 bar) { asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" :: "r"(bar) : "memory"); }
+DEVICE void mbarrier_arrive_expect(u32 bar, int bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(bar), "r"(bytes) : "memory");
+}
+// Returns once the phase of this parity has completed; on a fresh barrier parity 1 counts as completed.
+DEVICE void mbarrier_wait(u32 bar, u32 parity) {
+    asm volatile("{.reg .pred p; again%=: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1; @p bra done%=; bra again%=; done%=: }"
+                 :: "r"(bar), "r"(parity) : "memory");
+}
+// Arrives where `elected`, but not before a and b are known (neither ever has the bits that they are compared with, a signalling NaN). ptxas keeps
+// this arrive and a later wgmma.wait_group in order, so the wait cannot rise above the work that leads to a and b.
+DEVICE void mbarrier_arrive_after(u32 bar, bool elected, float a, float b) {
+    asm volatile("{.reg .pred p; setp.ne.s32 p, %1, 0; setp.ne.and.s32 p, %2, 0x7f800001, p; setp.ne.and.s32 p, %3, 0x7f800001, p;"
+                 " @p mbarrier.arrive.shared::cta.b64 _, [%0]; }"
+                 :: "r"(bar), "r"((int)elected), "r"(float_bits(a)), "r"(float_bits(b)) : "memory");
+}
+
+// ---- named barriers (9.7.13.1) and registers (9.7.19.5)
+
+DEVICE void named_barrier_sync(int id, int threads) { asm volatile("bar.sync %0, %1;" :: "r"(id), "r"(threads) : "memory"); }
+DEVICE void named_barrier_arrive(int id, int threads) { asm volatile("bar.arrive %0, %1;" :: "r"(id), "r"(threads) : "memory"); }
+template <int kRegisters>
+DEVICE void release_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(kRegisters)); }
+template <int kRegisters>
+DEVICE void claim_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(kRegisters)); }
+// The same value in all lanes, and the compiler knows it: what steers wgmma must be uniform.
+DEVICE int warp_uniform(int x) { return __shfl_sync(~0u, x, 0); }
+
+// ---- TMA (9.7.9.27.1.2: cp.async.bulk.tensor). Coordinates: column, row, head, batch. What lies outside reads as zero and is not written.
+
+DEVICE void tma_load(u32 dst, const TensorMap* map, u32 bar, int column, int row, int head, int batch) {
+    asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], [%2];"
+                 :: "r"(dst), "l"(map), "r"(bar), "r"(column), "r"(row), "r"(head), "r"(batch) : "memory");
+}
+DEVICE void tma_store(const TensorMap* map, u32 src, int column, int row, int head, int batch) {
+    asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];"
+                 :: "l"(map), "r"(src), "r"(column), "r"(row), "r"(head), "r"(batch) : "memory");
+}
+DEVICE void tma_store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+DEVICE void tma_store_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }   // the source may be overwritten
+DEVICE void tma_store_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
+// Orders plain writes to shared memory before a TMA store that another thread issues after a barrier.
+DEVICE void async_proxy_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+DEVICE void stmatrix_x4(u32 address, u32 r0, u32 r1, u32 r2, u32 r3) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" :: "r"(address), "r"(r0), "r"(r1), "r"(r2), "r"(r3) : "memory");
+}
+DEVICE int atomic_add(int* p, int value) { return atomicAdd(p, value); }
+DEVICE void atomic_store(int* p, int value) { atomicExch(p, value); }
+DEVICE void st_shared_v4(u32 address, int a, int b, int c, int d) {
+    asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" :: "r"(address), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
+}
+DEVICE void ld_shared_v4(u32 address, int& a, int& b, int& c, int& d) {
+    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(a), "=r"(b), "=r"(c), "=r"(d) : "r"(address) : "memory");
+}
+DEVICE u32 shuffle_xor(u32 x, int lanes) { return __shfl_xor_sync(~0u, x, lanes); }
+
+// ---- wgmma (9.7.16). The products themselves, whose operand lists depend on the tile, are in partials/wgmma.j2.
+
+DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int kPending>
+DEVICE void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(kPending) : "memory"); }
+// After a wait: arithmetic on the accumulators cannot move above it.
+template <int kCount>
+DEVICE void keep_below(float (&x)[kCount]) {
+    #pragma unroll
+    for (int i = 0; i < kCount; i++) asm volatile("" : "+f"(x[i]) :: "memory");
+}
+// As pack_pair, but stays where it is written: the registers of P belong to the tensor cores until P V has been waited for.
+template <bool kBf16>
+DEVICE u32 pack_pair_here(float low, float high) {
+    u32 r;
+    if constexpr (kBf16) asm volatile("cvt.rn.bf16x2.f32 %0, %2, %1;" : "=r"(r) : "f"(low), "f"(high));
+    else asm volatile("cvt.rn.f16x2.f32 %0, %2, %1;" : "=r"(r) : "f"(low), "f"(high));
+    return r;
+}
