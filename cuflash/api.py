@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from itertools import product
 from typing import Any
 
-from . import driver, jit
+from . import driver, jit, kernels
 from .arrays import CPU, KINDS, kind_of
 from .checks import check_apart, make_request, request_for
 from .jit import PLANS
@@ -208,7 +208,7 @@ def _warm_up_configs(configs: str | Iterable[AttentionProblem], device: int | No
     if not isinstance(configs, str):
         problems = list(configs)
     elif configs == "common":
-        problems = list(_common_problems(jit.device_arch(device).name))
+        problems = list(_common_problems(kernels.device_targets(jit.device_arch(device).name)[-1]))
     else:
         raise ValueError(f"configs is {configs!r}; accepted are 'common' and an iterable of AttentionProblem")
     return tuple(jit.kernel_for(problem, device).kernel.symbol for problem in problems)

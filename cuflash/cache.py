@@ -67,6 +67,7 @@ def cache_key(
     parts = (
         LAYOUT,
         render.template_digest(),
+        family.name,
         family.template,
         repr(family.params.fields),
         repr(problem),

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 from .problem import AttentionProblem
 
 ELEMENT_BYTES = 2
 PITCH_STEP = 64
 """Rows of a shared-memory tile are multiples of 64 elements (128 bytes), the span of the bank swizzle."""
+WARPGROUP = 128
+"""Threads that issue a ``wgmma`` together; they own 64 rows of its result."""
+WARPGROUP_ROWS = 64
 
 
 def round_up(value: int, step: int) -> int:
@@ -24,42 +29,105 @@ class SmemRegion(NamedTuple):
     size: int
 
 
-@dataclass(frozen=True, slots=True)
-class KernelConfig:
-    """The tile shape and pipeline of one kernel.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelConfig(ABC):
+    """The tile shape and pipeline of one kernel: what every family has.
 
     Parameters
     ----------
-    family : str
-        Kernel family, which is also the template's name: ``"forward_sm80"``.
     block_m, block_n : int
         Query rows and keys of a tile.
-    warps : int
-        Warps of a thread block; each owns ``block_m / warps`` rows, a multiple of 16.
     stages : int
         Key/value tiles in flight, at least 2.
-    q_registers : int
-        Leading k-steps (16 elements of the head dim) of Q that stay in registers; the others are read from
-        shared memory in every step.
-    ctas : int
-        Thread blocks that share a multiprocessor: the register limit of ``__launch_bounds__``.
     slack : int
         Base-2 logarithm of how far a probability may exceed 1 before the softmax raises its reference. A larger slack
         is faster and less accurate: where one key outweighs the others, its probability should be near 1, which
         rounding to 16 bits does not change.
     reason : str
         Why this row of the tuning table is what it is; not part of the identity.
+
+    Attributes
+    ----------
+    family : str
+        Kernel family, which is also the template's name.
     """
 
-    family: str
+    family: ClassVar[str]
+
     block_m: int
     block_n: int
-    warps: int
     stages: int
-    q_registers: int
-    ctas: int
     slack: int = 2
     reason: str = field(default="", compare=False)
+
+    @property
+    @abstractmethod
+    def warps(self) -> int:
+        """Warps that compute; each owns ``block_m / warps`` rows, a multiple of 16."""
+
+    @property
+    @abstractmethod
+    def threads(self) -> int:
+        """Threads of a block."""
+
+    @property
+    @abstractmethod
+    def ctas(self) -> int:
+        """Thread blocks that share a multiprocessor."""
+
+    @property
+    @abstractmethod
+    def label(self) -> str:
+        """The part of the symbol that names this config."""
+
+    @property
+    @abstractmethod
+    def summary(self) -> str:
+        """The config in words."""
+
+    @abstractmethod
+    def smem_sizes(self, problem: AttentionProblem) -> Sequence[tuple[str, int]]:
+        """Names and sizes of the pieces of shared memory, in their order."""
+
+    def smem(self, problem: AttentionProblem) -> tuple[SmemRegion, ...]:
+        """The map of the dynamic shared memory."""
+        regions, offset = [], 0
+        for name, size in self.smem_sizes(problem):
+            regions.append(SmemRegion(name, offset, size))
+            offset += size
+        return tuple(regions)
+
+    def smem_bytes(self, problem: AttentionProblem) -> int:
+        return sum(size for _, size in self.smem_sizes(problem))
+
+
+def pitches(problem: AttentionProblem) -> tuple[int, int]:
+    """Bytes of a row of K (and Q) and of V in shared memory."""
+    k, v = (round_up(dim, PITCH_STEP) * ELEMENT_BYTES for dim in (problem.head_dim, problem.head_dim_v))
+    return k, v
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sm80Config(KernelConfig):
+    """A kernel of the Ampere-style family: ``mma.sync``, ``cp.async``, one work tile for each thread block.
+
+    Parameters
+    ----------
+    warps : int
+        Warps of a thread block.
+    q_registers : int
+        Leading k-steps (16 elements of the head dim) of Q that stay in registers; the others are read from
+        shared memory in every step.
+    ctas : int
+        Thread blocks that share a multiprocessor: the register limit of ``__launch_bounds__``.
+    """
+
+    family: ClassVar[str] = "forward_sm80"
+
+    # field(): without it a dataclass takes the base's property for the default.
+    warps: int = field()
+    q_registers: int
+    ctas: int = field()
 
     @property
     def threads(self) -> int:
@@ -67,22 +135,123 @@ class KernelConfig:
 
     @property
     def label(self) -> str:
-        """The part of the symbol that names this config."""
         return f"m{self.block_m}n{self.block_n}w{self.warps}s{self.stages}q{self.q_registers}c{self.ctas}l{self.slack}"
 
-    def smem(self, problem: AttentionProblem) -> tuple[SmemRegion, ...]:
-        """The map: Q (later the output's staging), K and V of every stage, the rows' softmax references."""
-        pitch_k = round_up(problem.head_dim, PITCH_STEP) * ELEMENT_BYTES
-        pitch_v = round_up(problem.head_dim_v, PITCH_STEP) * ELEMENT_BYTES
+    @property
+    def summary(self) -> str:
+        return (
+            f"{self.block_m} queries x {self.block_n} keys, {self.warps} warps, {self.stages} stages, "
+            f"{self.q_registers} Q k-steps in registers, {self.ctas} blocks per SM"
+        )
+
+    def smem_sizes(self, problem: AttentionProblem) -> Sequence[tuple[str, int]]:
+        """Q (later the output's staging), K and V of every stage, the rows' softmax references."""
+        pitch_k, pitch_v = pitches(problem)
         sizes = [("q_and_out", self.block_m * max(pitch_k, pitch_v))]
         for stage in range(self.stages):
             sizes += [(f"k{stage}", self.block_n * pitch_k), (f"v{stage}", self.block_n * pitch_v)]
-        sizes.append(("softmax_reference", self.block_m * 4))
-        regions, offset = [], 0
-        for name, size in sizes:
-            regions.append(SmemRegion(name, offset, size))
-            offset += size
-        return tuple(regions)
+        return [*sizes, ("softmax_reference", self.block_m * 4)]
 
-    def smem_bytes(self, problem: AttentionProblem) -> int:
-        return sum(region.size for region in self.smem(problem))
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sm90Config(KernelConfig):
+    """A kernel of the Hopper family: TMA, ``wgmma``, persistent thread blocks of a producer and consumer warpgroups.
+
+    Parameters
+    ----------
+    block_m : int
+        64 rows for each consumer warpgroup.
+    stages : int
+        K tiles in flight, and as many V tiles.
+    q_stages : {1, 2}
+        Q buffers; with two, the next work tile's Q arrives while this one is computed.
+    ping_pong : bool
+        The consumers take turns on the tensor cores: the softmax of one hides behind the products of another.
+    tma_store : bool
+        O leaves by TMA through the work tile's Q buffer, so that no consumer waits for it; needs two of those.
+        Otherwise from registers, in 16-byte stores.
+    dynamic : bool
+        Work tiles are handed out by an atomic counter; otherwise in a static order.
+    exact : bool
+        The softmax reference is the row's exact maximum in every step, whatever ``slack`` says.
+    """
+
+    family: ClassVar[str] = "forward_sm90"
+
+    q_stages: int
+    ping_pong: bool
+    tma_store: bool
+    dynamic: bool = False
+    exact: bool = False
+
+    def __post_init__(self) -> None:
+        if self.block_m % WARPGROUP_ROWS or self.consumers not in _REGISTERS:
+            raise ValueError(f"block_m is {self.block_m}; accepted are 64, 128 and 192")
+        if self.q_stages not in (1, 2):
+            raise ValueError(f"q_stages is {self.q_stages}; accepted are 1 and 2")
+        if self.tma_store and self.q_stages != 2:
+            raise ValueError("tma_store needs q_stages=2: O leaves through one Q buffer while the next Q arrives")
+
+    @property
+    def consumers(self) -> int:
+        """Warpgroups that compute."""
+        return self.block_m // WARPGROUP_ROWS
+
+    @property
+    def warps(self) -> int:
+        return WARPGROUP // 32 * self.consumers
+
+    @property
+    def threads(self) -> int:
+        return WARPGROUP * (self.consumers + 1)
+
+    @property
+    def ctas(self) -> int:
+        return 1
+
+    @property
+    def producer_registers(self) -> int:
+        """Of each thread of the producer warpgroup, after ``setmaxnreg``."""
+        return _REGISTERS[self.consumers][0]
+
+    @property
+    def consumer_registers(self) -> int:
+        """Of each thread of a consumer warpgroup, after ``setmaxnreg``."""
+        return _REGISTERS[self.consumers][1]
+
+    @property
+    def label(self) -> str:
+        switches = "".join(
+            letter for letter, on in (("p", self.ping_pong), ("t", self.tma_store), ("d", self.dynamic)) if on
+        )
+        softmax = "x" if self.exact else f"l{self.slack}"
+        return f"m{self.block_m}n{self.block_n}s{self.stages}q{self.q_stages}{switches}{softmax}"
+
+    @property
+    def summary(self) -> str:
+        together = " in turns" if self.ping_pong else ""
+        out = "TMA" if self.tma_store else "16-byte stores"
+        order = "a counter" if self.dynamic else "static order"
+        return (
+            f"{self.block_m} queries x {self.block_n} keys, {self.consumers} consumer warpgroups{together}, "
+            f"{self.stages} stages, {self.q_stages} Q buffers, O by {out}, work by {order}"
+        )
+
+    def smem_sizes(self, problem: AttentionProblem) -> Sequence[tuple[str, int]]:
+        """Q buffers (later the output's staging), K, V, softmax references, the published work tiles, mbarriers."""
+        pitch_k, pitch_v = pitches(problem)
+        pitch_q = max(pitch_k, pitch_v) if self.tma_store else pitch_k
+        # A barrier pair for each buffer of Q, K and V, and one for each consumer's part of O.
+        barriers = 2 * self.q_stages + 4 * self.stages + self.q_stages * self.consumers
+        return [
+            *((f"q{i}", self.block_m * pitch_q) for i in range(self.q_stages)),
+            *((f"k{i}", self.block_n * pitch_k) for i in range(self.stages)),
+            *((f"v{i}", self.block_n * pitch_v) for i in range(self.stages)),
+            ("softmax_reference", self.block_m * 4),
+            ("work", 16 * self.q_stages),
+            ("barriers", 8 * barriers),
+        ]
+
+
+_REGISTERS = {1: (40, 240), 2: (40, 232), 3: (32, 160)}
+"""By consumer warpgroups: registers of a producer's and of a consumer's thread; together all that a block has."""

@@ -8,7 +8,7 @@ DENSE_RATE = {"sm_80": 2048, "sm_86": 1024, "sm_89": 1024, "sm_90": 4096, "sm_10
 """Dense fp16 or bf16 tensor operations with fp32 accumulation, per multiprocessor and clock.
 
 From the peak rates in NVIDIA's architecture papers. GeForce cards of sm_86, sm_89 and sm_120 do half of this.
-sm_90 counts warpgroup products; ``mma.sync``, which the Ampere-style kernels use, reaches about 0.62 of that.
+sm_90 counts ``wgmma``; ``mma.sync``, which the Ampere-style kernels use, reaches about 0.62 of that.
 """
 
 LSE_BYTES = 4

@@ -191,6 +191,57 @@ class device_context:
             check(_cu.cuCtxPopCurrent())
 
 
+# --- tensor maps -----------------------------------------------------------------------------------------------
+
+TENSOR_MAP_BYTES = 128
+BOX_COLUMNS = 64
+"""Elements of a row that one TMA instruction moves: 128 bytes, the span of the swizzle."""
+
+
+def encode_tensor_map(
+    address: int, dtype: str, extents: tuple[int, ...], strides_bytes: tuple[int, ...], box_rows: int
+) -> bytes:
+    """A ``CUtensorMap`` of a (batch, heads, seq, dim) array of 2-byte elements, for boxes of rows of one head.
+
+    What a box has beyond the array's end is read as zeros and not written.
+
+    Parameters
+    ----------
+    address : int
+        A multiple of 16.
+    dtype : {"float16", "bfloat16"}
+    extents : tuple of four int
+        (dim, seq, heads, batch), each at least 1.
+    strides_bytes : tuple of three int
+        Of seq, heads and batch: positive multiples of 16 below 2**40.
+    box_rows : int
+        Rows of a box, at most 256; it has 64 columns.
+
+    Raises
+    ------
+    DriverError
+        The driver refused the geometry.
+    """
+    cu = _driver()
+    u32, u64 = cu.cuuint32_t, cu.cuuint64_t
+    tensor_map = check(
+        cu.cuTensorMapEncodeTiled(
+            getattr(cu.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{dtype.upper()}"),
+            len(extents),
+            address,
+            [u64(extent) for extent in extents],
+            [u64(stride) for stride in strides_bytes],
+            [u32(side) for side in (BOX_COLUMNS, box_rows, 1, 1)],
+            [u32(1)] * len(extents),
+            cu.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+            cu.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+            cu.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+            cu.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+        )
+    )
+    return ctypes.string_at(tensor_map.getPtr(), TENSOR_MAP_BYTES)
+
+
 # --- kernels ---------------------------------------------------------------------------------------------------
 
 

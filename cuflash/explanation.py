@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from . import cost, driver, jit, kernels
-from .arch import ARCHES, Arch, needs_ptx
+from .arch import ARCHES, Arch, arch_for, needs_ptx
 from .arrays import CPU, ITEM_BYTES
 from .checks import check_apart, check_gpu, request_for
-from .config import KernelConfig, SmemRegion
-from .cost import DeviceModel, Shape
+from .config import KernelConfig, Sm90Config, SmemRegion
+from .cost import DeviceModel, Schedule, Shape
 from .errors import UnsupportedError
 from .problem import AttentionProblem
 from .request import Request
@@ -39,6 +39,8 @@ class Kernel:
         The map of the dynamic shared memory.
     grid : tuple of tuple of int
         Thread blocks of each launch of the call.
+    schedule : Schedule
+        The order of the work, for the cost model.
     ptx : bool
         The device is newer than any target: the driver translates PTX.
     cached : {"memory", "disk", "prebuilt", "compiled", "no"}
@@ -54,6 +56,7 @@ class Kernel:
     config: KernelConfig
     smem: tuple[SmemRegion, ...]
     grid: tuple[tuple[int, int, int], ...]
+    schedule: Schedule
     ptx: bool
     cached: Cached
     compiled: Compiled | None
@@ -147,8 +150,8 @@ def explain(
     compile : bool
         Compile the kernel if it is in no cache, so that registers and spills are known.
     arch : str, optional
-        Explain the kernel that a GPU of this target would run, for example ``"sm_90"``; the arrays may then lie
-        anywhere, in NumPy for instance, and no GPU is needed.
+        Explain the kernel that a GPU of this target would run, for example ``"sm_90"`` (or ``"sm_90a"``, which is the
+        same GPU); the arrays may then lie anywhere, in NumPy for instance, and no GPU is needed.
 
     Returns
     -------
@@ -171,12 +174,14 @@ def explain(
         if request.out is not None:
             check_apart(request)
         on_cpu = request.device == CPU
-        target = None if on_cpu else ARCHES[arch] if arch else jit.device_arch(request.device)
+        if not on_cpu:
+            target = arch_for(ARCHES[arch].compute_capability) if arch else jit.device_arch(request.device)
+            problem = kernels.problem_for(request, target.name)
     except (ValueError, TypeError, UnsupportedError) as error:
         return Explanation(refused=str(error), rule=type(error).__name__)
-    if target is None:
+    if on_cpu:
         return explain_cpu(request)
-    return explain_gpu(request, target, planned=arch is not None, compile=compile)
+    return explain_gpu(request, problem, target, planned=arch is not None, compile=compile)
 
 
 def as_if_on_gpu(request: Request) -> Request:
@@ -227,7 +232,9 @@ def explain_cpu(request: Request) -> Explanation:
     )
 
 
-def explain_gpu(request: Request, arch: Arch, *, planned: bool, compile: bool) -> Explanation:
+def explain_gpu(
+    request: Request, problem: AttentionProblem, arch: Arch, *, planned: bool, compile: bool
+) -> Explanation:
     """The kernel, where its code is, and what the call costs on the device or on the card that stands for ``arch``."""
     device = cost.NOMINAL_DEVICES[arch.name] if planned else device_model(request.device, arch)
     shape = shape_of(request)
@@ -241,24 +248,22 @@ def explain_gpu(request: Request, arch: Arch, *, planned: bool, compile: bool) -
     )
     if request.rows == 0 or request.seqlen_k == 0:
         return base
-    kernel = explain_kernel(request, arch, planned=planned, compile=compile)
-    config = kernel.config
-    schedule = cost.Schedule(config.block_m, kernel.grid[0][0], device.multiprocessors * config.ctas, device.l2_bytes)
+    kernel = explain_kernel(request, problem, device, planned=planned, compile=compile)
     return dataclasses.replace(
         base,
         kernel=kernel,
-        hbm_bytes=cost.fused_bytes(shape, schedule, request.return_lse),
-        notes=notes(request, kernel, planned=planned),
+        hbm_bytes=cost.fused_bytes(shape, kernel.schedule, request.return_lse),
+        notes=notes(request, kernel, device, planned=planned),
     )
 
 
-def explain_kernel(request: Request, arch: Arch, *, planned: bool, compile: bool) -> Kernel:
+def explain_kernel(
+    request: Request, problem: AttentionProblem, device: DeviceModel, *, planned: bool, compile: bool
+) -> Kernel:
     """The kernel that serves a call which launches one."""
-    problem = request.problem(arch.name)
     config = kernels.select_config(problem)
-    batch_heads, group = request.batch * request.heads, request.heads // request.heads_k
-    grid = kernels.forward_grid(problem, config, batch_heads, group, request.seqlen_q, request.seqlen_k)
-    ptx = not planned and needs_ptx(arch, driver.device_compute_capability(request.device))
+    grid, schedule = grid_and_schedule(request, problem, config, device)
+    ptx = not planned and needs_ptx(ARCHES[problem.arch], driver.device_compute_capability(request.device))
     cached, compiled = locate(problem, config, None if planned else request.device, compile=compile, ptx=ptx)
     return Kernel(
         symbol=kernels.symbol(problem, config),
@@ -266,11 +271,24 @@ def explain_kernel(request: Request, arch: Arch, *, planned: bool, compile: bool
         problem=problem,
         config=config,
         smem=config.smem(problem),
-        grid=tuple(blocks for _, blocks in grid.launches),
+        grid=grid,
+        schedule=schedule,
         ptx=ptx,
         cached=cached,
         compiled=compiled,
     )
+
+
+def grid_and_schedule(
+    request: Request, problem: AttentionProblem, config: KernelConfig, device: DeviceModel
+) -> tuple[tuple[tuple[int, int, int], ...], Schedule]:
+    """Thread blocks of each launch, and the order of the work that they do."""
+    resident = device.multiprocessors * config.ctas
+    if isinstance(config, Sm90Config):
+        grid = kernels.persistent_grid(problem, config, *jit.sizes_of(request), device.multiprocessors)
+        return ((grid.blocks, 1, 1),), Schedule(config.block_m, grid.section, resident, device.l2_bytes)
+    launches = tuple(blocks for _, blocks in kernels.forward_grid(problem, config, *jit.sizes_of(request)).launches)
+    return launches, Schedule(config.block_m, launches[0][0], resident, device.l2_bytes)
 
 
 def device_model(ordinal: int, arch: Arch) -> DeviceModel:
@@ -302,10 +320,14 @@ def locate(
     return origin, compiled
 
 
-def notes(request: Request, kernel: Kernel, *, planned: bool) -> tuple[str, ...]:
+def notes(request: Request, kernel: Kernel, device: DeviceModel, *, planned: bool) -> tuple[str, ...]:
     """What is unusual about a call."""
     problem, arch = kernel.problem, kernel.problem.arch
     found = []
+    if kernels.family_in_use():
+        found.append(f"{kernels.family_in_use()} is asked for in place of the family that would be taken (use_family)")
+    elif arch in kernels.TMA_TARGETS:
+        found.append(f"TMA cannot take {request.tma_refusal}: Ampere-style kernel, slower")
     if problem.access_bytes == 2:
         found.append("scalar-load variant: an address, a stride or a head dim allows 2-byte accesses only; slower")
     elif problem.access_bytes < 16:
@@ -317,7 +339,7 @@ def notes(request: Request, kernel: Kernel, *, planned: bool) -> tuple[str, ...]
     if kernel.ptx:
         found.append(f"the device is newer than {arch}: the driver translates PTX at the first load")
     if planned:
-        found.append(f"planned for {arch}; the roofline is that of the {cost.NOMINAL_DEVICES[arch].name}")
+        found.append(f"planned for {device.arch}; the roofline is that of the {device.name}")
     if request.causal_offset < 0:
         found.append(f"the first {min(request.seqlen_q, -request.causal_offset)} queries see no key and get 0")
     return tuple(found)

@@ -1,25 +1,24 @@
 """The cold path, from a checked call to a loaded kernel and a launch plan, and the table that makes it a rare one.
 
-A plan holds everything about a call but its five pointers. Plans are found by a key of all that they depend on
-(`cuflash.api` builds it), in a plain dictionary, without a lock.
+A plan holds everything about a call but its five pointers, and what tensor maps make of them. Plans are found by a key
+of all that they depend on (`cuflash.api` builds it), in a plain dictionary, without a lock.
 """
 
 from __future__ import annotations
 
-import struct
 import threading
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 from . import driver, kernels
 from .arch import ARCHES, Arch, arch_for, needs_ptx
 from .arrays import ITEM_BYTES, Operand
-from .config import KernelConfig
+from .config import KernelConfig, round_up
 from .errors import DriverError, MissingKernelError
-from .params import FORWARD, fast_div
+from .params import FORWARD_SM80, FORWARD_SM90, fast_div
 from .problem import AttentionProblem
-from .request import LOG2_E, Request
+from .request import LOG2_E, TMA_BYTES, TMA_TILE_ROWS, Request
 from .settings import Settings, read_settings
 
 if TYPE_CHECKING:
@@ -29,6 +28,9 @@ Origin = Literal["memory", "disk", "prebuilt", "compiled"]
 
 MAX_PLANS = 4096
 """Bound of the plan table (some 2 KB each); the oldest goes. Lengths that grow step by step make many plans."""
+
+MAX_PLACES = 4096
+"""Bound of the tables of tensor maps, of all plans together (0.7 KB for each set of addresses); the oldest goes."""
 
 MAX_PROVEN = 16
 """Placements of interleaved arrays, such as the parts of a packed one, that a plan remembers."""
@@ -181,17 +183,20 @@ class _Buffers(threading.local):
     def new(self, device: int) -> driver.ArgumentBuffer:
         # The first launch of this thread on this device: a thread that CUDA does not know yet has no context.
         driver.ensure_context(device)
-        buffer = self.of_device[device] = driver.ArgumentBuffer(FORWARD.size)
+        buffer = self.of_device[device] = driver.ArgumentBuffer(BUFFER_BYTES)
         return buffer
 
 
+BUFFER_BYTES = max(family.params.size for family in kernels.FAMILIES.values())
+"""A block of every family fits; the driver copies what the launched kernel takes."""
+
 _buffers = _Buffers()
-_POINTERS = 5
-_pack_block = struct.Struct(f"<{_POINTERS}Q{FORWARD.size - 8 * _POINTERS}s").pack_into
+_pack_sm80 = FORWARD_SM80.launch_block.pack_into
+_pack_sm90 = FORWARD_SM90.launch_block.pack_into
 
 
 class CallPlan:
-    """Everything about a call but its pointers.
+    """Everything about a call but its pointers: of a call that launches nothing, or an Ampere-style kernel.
 
     Attributes
     ----------
@@ -205,7 +210,7 @@ class CallPlan:
         There are rows but no keys: nothing is launched, and the caller fills 0 and -inf in.
     loaded : LoadedKernel or None
         None if nothing is launched.
-    launches : tuple of (grid, packed parameters after the pointers)
+    launches : tuple of (grid, packed parameters after those that follow from pointers)
     """
 
     __slots__ = (
@@ -244,7 +249,7 @@ class CallPlan:
         """
         for grid, tail in self.launches:
             buffer = _buffers.of_device.get(self.device) or _buffers.new(self.device)
-            _pack_block(buffer.block, 0, q, k, v, out, lse, tail)
+            _pack_sm80(buffer.block, 0, q, k, v, out, lse, tail)
             driver.launch(self._handle, grid, self._block, self._smem_bytes, stream, buffer.address)
 
     def apart(self, q: int, k: int, v: int, out: int) -> bool:
@@ -267,6 +272,65 @@ class CallPlan:
             self._proven.add((q - out, k - out, v - out))
 
 
+class TensorGeometry(NamedTuple):
+    """What `driver.encode_tensor_map` takes behind the address."""
+
+    dtype: str
+    extents: tuple[int, ...]
+    strides_bytes: tuple[int, ...]
+    box_rows: int
+
+
+NO_COUNTER = 0
+
+_places: dict[tuple[CallPlan, int, int, int, int], tuple[bytes, bytes, bytes, bytes]] = {}
+_tensor_maps: dict[tuple[TensorGeometry, int], bytes] = {}
+"""Tensor maps of what was launched lately: by a plan's four addresses, and by array. Readers need no lock."""
+
+
+class TmaPlan(CallPlan):
+    """A plan whose kernel loads by TMA, and so takes tensor maps, which hold addresses.
+
+    Parameters
+    ----------
+    geometry : tuple of TensorGeometry
+        Of q, k, v and out.
+    """
+
+    __slots__ = ("_geometry",)
+
+    def __init__(
+        self,
+        request: Request,
+        loaded: LoadedKernel,
+        launches: tuple[tuple[tuple[int, int, int], bytes], ...],
+        geometry: tuple[TensorGeometry, ...],
+    ) -> None:
+        super().__init__(request, loaded, launches)
+        self._geometry = geometry
+
+    def launch(self, q: int, k: int, v: int, out: int, lse: int, stream: int) -> None:
+        maps = _places.get((self, q, k, v, out)) or self._encode(q, k, v, out)
+        # A dynamic order needs a counter that no other launch in flight has; without one the order is the static one.
+        ((grid, tail),) = self.launches
+        buffer = _buffers.of_device.get(self.device) or _buffers.new(self.device)
+        _pack_sm90(buffer.block, 0, *maps, out, lse, NO_COUNTER, tail)
+        driver.launch(self._handle, grid, self._block, self._smem_bytes, stream, buffer.address)
+
+    def _encode(self, q: int, k: int, v: int, out: int) -> tuple[bytes, bytes, bytes, bytes]:
+        of_q, of_k, of_v, of_out = map(_tensor_map, self._geometry, (q, k, v, out))
+        _keep(_places, (self, q, k, v, out), (of_q, of_k, of_v, of_out), MAX_PLACES)
+        return of_q, of_k, of_v, of_out
+
+
+def _tensor_map(geometry: TensorGeometry, address: int) -> bytes:
+    found = _tensor_maps.get((geometry, address))
+    if found is None:
+        found = driver.encode_tensor_map(address, *geometry)
+        _keep(_tensor_maps, (geometry, address), found, MAX_PLACES)
+    return found
+
+
 def span(x: Operand) -> tuple[int, int]:
     """First byte and end of an array's memory, relative to its address; (0, 0) if it has no elements."""
     if 0 in x.shape:
@@ -279,28 +343,68 @@ def make_plan(request: Request) -> CallPlan:
     """Plan a GPU call; compiles and loads its kernel if that was not done before."""
     if request.rows == 0 or request.seqlen_k == 0:
         return CallPlan(request, None, ())
-    loaded = kernel_for(request.problem(device_arch(request.device).name), request.device)
-    group = request.heads // request.heads_k
-    grid = kernels.forward_grid(
-        loaded.problem, loaded.config, request.batch * request.heads, group, request.seqlen_q, request.seqlen_k
-    )
-    values = _parameters(request) | {"m_tiles": grid.m_tiles}
+    loaded = kernel_for(kernels.problem_for(request, device_arch(request.device).name), request.device)
+    return _PLANNERS[loaded.config.family](request, loaded)
+
+
+def _plan_sm80(request: Request, loaded: LoadedKernel) -> CallPlan:
+    grid = kernels.forward_grid(loaded.problem, loaded.config, *sizes_of(request))
+    values = _common_values(request) | {
+        "heads": fast_div(request.heads),
+        "group": fast_div(request.heads // request.heads_k),
+        "m_tiles": grid.m_tiles,
+    }
+    for name in ("q", "k", "v", "out"):
+        for axis, stride in zip(("batch", "seq", "head", "dim"), request.strides[name], strict=True):
+            values[f"{name}_{axis}_stride"] = stride
     launches = tuple(
-        (blocks, FORWARD.pack(values | {"first_tile": first})[8 * _POINTERS :]) for first, blocks in grid.launches
+        (blocks, FORWARD_SM80.pack_tail(values | {"first_tile": first})) for first, blocks in grid.launches
     )
     return CallPlan(request, loaded, launches)
 
 
-def _parameters(request: Request) -> dict[str, Any]:
-    """The parameter block's values, without the grid's; pointers 0."""
+def _plan_sm90(request: Request, loaded: LoadedKernel) -> CallPlan:
+    multiprocessors = driver.device_properties(request.device).multiprocessors
+    grid = kernels.persistent_grid(loaded.problem, loaded.config, *sizes_of(request), multiprocessors)
+    values = _common_values(request) | {
+        "heads": request.heads,
+        "group": request.heads // request.heads_k,
+        "m_tiles": grid.m_tiles,
+        "section": grid.section,
+        "tiles": grid.tiles,
+    }
+    for axis, stride in zip(("batch", "seq", "head"), request.strides["out"], strict=False):
+        values[f"out_{axis}_stride"] = stride
+    rows = {"q": loaded.config.block_m, "k": loaded.config.block_n, "v": loaded.config.block_n, "out": TMA_TILE_ROWS}
+    geometry = tuple(tensor_geometry(request, name, rows[name]) for name in rows)
+    return TmaPlan(request, loaded, (((grid.blocks, 1, 1), FORWARD_SM90.pack_tail(values)),), geometry)
+
+
+_PLANNERS: dict[str, Callable[[Request, LoadedKernel], CallPlan]] = {
+    "forward_sm80": _plan_sm80,
+    "forward_sm90": _plan_sm90,
+}
+
+
+def sizes_of(request: Request) -> tuple[int, int, int, int]:
+    """What the grid of a call depends on: batch * query heads, query heads for each key/value head, both lengths."""
+    return request.batch * request.heads, request.heads // request.heads_k, request.seqlen_q, request.seqlen_k
+
+
+def tensor_geometry(request: Request, name: str, box_rows: int) -> TensorGeometry:
+    """An operand as a tensor map sees it."""
+    item = ITEM_BYTES[request.q.dtype]
+    batch, seq, head, _ = (stride * item for stride in request.strides[name])
+    extents = request.extents(name)
+    # The stride of an axis of one element is never used, but must be a legal one.
+    strides = (stride or round_up(extents[3] * item, TMA_BYTES) for stride in (seq, head, batch))
+    return TensorGeometry(request.q.dtype, (extents[3], extents[1], extents[2], extents[0]), tuple(strides), box_rows)
+
+
+def _common_values(request: Request) -> dict[str, Any]:
+    """What the parameter blocks of all families have of a request."""
     scale_log2 = request.scale * LOG2_E
-    values: dict[str, Any] = dict.fromkeys(("q", "k", "v", "out", "lse"), 0)
-    for name in ("q", "k", "v", "out"):
-        for axis, stride in zip(("batch", "seq", "head", "dim"), request.strides[name], strict=True):
-            values[f"{name}_{axis}_stride"] = stride
-    return values | {
-        "heads": fast_div(request.heads),
-        "group": fast_div(request.heads // request.heads_k),
+    return {
         "batch_heads": request.batch * request.heads,
         "seqlen_q": request.seqlen_q,
         "seqlen_k": request.seqlen_k,
@@ -318,7 +422,16 @@ _table_lock = threading.Lock()
 
 def remember(key: Hashable, plan: CallPlan) -> None:
     """Enter a plan into the table; readers need no lock."""
+    _keep(PLANS, key, plan, MAX_PLANS)
+
+
+Key = TypeVar("Key")
+Value = TypeVar("Value")
+
+
+def _keep(table: dict[Key, Value], key: Key, value: Value, limit: int) -> None:
+    """Enter something into a table of bounded size, the oldest for it."""
     with _table_lock:
-        while len(PLANS) >= MAX_PLANS:
-            del PLANS[next(iter(PLANS))]
-        PLANS[key] = plan
+        while len(table) >= limit:
+            del table[next(iter(table))]
+        table[key] = value

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import product
 from typing import NamedTuple
 
 from . import params
-from .arch import sm80
+from .arch import sm80, sm90
 from .config import KernelConfig
+from .errors import UnsupportedError
 from .problem import DTYPES, MASKS, AttentionProblem
+from .request import WIDEST_ACCESS, Request
 
 L2_SECTION_BYTES = 32 * 2**20
 """K and V of the heads that run at the same time should fit this much of the L2 cache."""
@@ -30,14 +33,94 @@ class KernelFamily(NamedTuple):
 FAMILIES = {
     family.name: family
     for family in (
-        KernelFamily("forward_sm80", "forward_sm80.cu.j2", "cuflash_fwd_sm80", params.FORWARD, sm80.forward_config),
+        KernelFamily(
+            "forward_sm80", "forward_sm80.cu.j2", "cuflash_fwd_sm80", params.FORWARD_SM80, sm80.forward_config
+        ),
+        KernelFamily(
+            "forward_sm90", "forward_sm90.cu.j2", "cuflash_fwd_sm90", params.FORWARD_SM90, sm90.forward_config
+        ),
     )
 }
+
+TMA_TARGETS = {"sm_90": "sm_90a"}
+"""By the target that names a device: that of its kernels which load by TMA, where it has such."""
+
+
+def family_of(arch: str) -> KernelFamily:
+    """The family of the kernels for a compile target."""
+    return FAMILIES["forward_sm90" if arch in TMA_TARGETS.values() else "forward_sm80"]
 
 
 def select_config(problem: AttentionProblem) -> KernelConfig:
     """The tuned config of a problem; its ``family`` names the kernel."""
-    return FAMILIES["forward_sm80"].config_for(problem)
+    return family_of(problem.arch).config_for(problem)
+
+
+# --- which family serves a call --------------------------------------------------------------------------------
+
+
+def problem_for(request: Request, arch: str) -> AttentionProblem:
+    """The kernel that serves a call on a device.
+
+    Parameters
+    ----------
+    request : Request
+    arch : str
+        The target that names the device.
+
+    Raises
+    ------
+    UnsupportedError
+        `use_family` asks for a family that cannot take the call.
+    """
+    if _family_in_use == "forward_sm90" and (reason := _hopper_refusal(request, arch)):
+        raise UnsupportedError(f"forward_sm90 is asked for, and {reason}")
+    if _family_in_use != "forward_sm80" and _hopper_refusal(request, arch) is None:
+        return request.problem(TMA_TARGETS[arch], WIDEST_ACCESS)
+    return request.problem(arch)
+
+
+def _hopper_refusal(request: Request, arch: str) -> str | None:
+    if arch not in TMA_TARGETS:
+        return f"it has no kernels for {arch}"
+    return request.tma_refusal and f"TMA cannot take {request.tma_refusal}"
+
+
+def device_targets(arch: str, access_bytes: int = WIDEST_ACCESS) -> tuple[str, ...]:
+    """The targets of all kernels that calls may take on a device that ``arch`` names; ordinary calls take the last."""
+    own = TMA_TARGETS.get(arch)
+    if own is None or access_bytes < WIDEST_ACCESS or _family_in_use == "forward_sm80":
+        return (arch,)
+    return arch, own
+
+
+_family_in_use: str | None = None
+
+
+def family_in_use() -> str | None:
+    """What `use_family` asks for."""
+    return _family_in_use
+
+
+@contextmanager
+def use_family(name: str) -> Iterator[None]:
+    """Inside, all calls of the process take kernels of one family: for tests and benchmarks.
+
+    Calls that it cannot serve are refused. Plans made before or inside are forgotten at both ends.
+    """
+    global _family_in_use
+    from . import jit
+
+    previous, _family_in_use = _family_in_use, FAMILIES[name].name
+    jit.PLANS.clear()
+    try:
+        yield
+    finally:
+        _family_in_use = previous
+        jit.PLANS.clear()
+
+
+# --- names -----------------------------------------------------------------------------------------------------
 
 
 def symbol(problem: AttentionProblem, config: KernelConfig) -> str:
@@ -51,6 +134,9 @@ def symbol(problem: AttentionProblem, config: KernelConfig) -> str:
     if problem.scale_first:
         parts.append("sf")
     return "_".join([*parts, config.label])
+
+
+# --- grids -----------------------------------------------------------------------------------------------------
 
 
 class ForwardGrid(NamedTuple):
@@ -72,12 +158,7 @@ def forward_grid(
     z over sections. Under a causal mask a section is as many heads as have their K and V in the L2 cache together, so
     that long tiles of many heads start before short ones; without one, all tiles are alike and a section is one head.
     """
-    section = 1
-    if problem.mask == "causal":
-        kv_bytes = max(1, seqlen_k) * (problem.head_dim + problem.head_dim_v) * 2
-        resident = max(1, L2_SECTION_BYTES // kv_bytes)
-        section = group << (resident.bit_length() - 1)
-    section = min(max(section, -(-batch_heads // MAX_GRID_YZ)), batch_heads)
+    section = min(max(section_heads(problem, group, seqlen_k), -(-batch_heads // MAX_GRID_YZ)), batch_heads)
     sections = -(-batch_heads // section)
     m_tiles = -(-seqlen_q // config.block_m)
     launches = tuple(
@@ -85,6 +166,45 @@ def forward_grid(
     )
     return ForwardGrid(m_tiles, launches)
 
+
+class PersistentGrid(NamedTuple):
+    """The one launch of a persistent kernel.
+
+    ``section`` query heads run side by side before the next ones begin; ``blocks`` thread blocks share all ``tiles``.
+    """
+
+    m_tiles: int
+    section: int
+    tiles: int
+    blocks: int
+
+
+def persistent_grid(
+    problem: AttentionProblem,
+    config: KernelConfig,
+    batch_heads: int,
+    group: int,
+    seqlen_q: int,
+    seqlen_k: int,
+    multiprocessors: int,
+) -> PersistentGrid:
+    """The work tiles of a forward call, taken in the order of `forward_grid`, and the blocks that share them."""
+    m_tiles = -(-seqlen_q // config.block_m)
+    tiles = m_tiles * batch_heads
+    section = min(section_heads(problem, group, seqlen_k), batch_heads)
+    return PersistentGrid(m_tiles, section, tiles, min(multiprocessors * config.ctas, tiles))
+
+
+def section_heads(problem: AttentionProblem, group: int, seqlen_k: int) -> int:
+    """How many query heads run side by side: under a causal mask, a power of two of groups whose K and V L2 holds."""
+    if problem.mask != "causal":
+        return 1
+    kv_bytes = max(1, seqlen_k) * (problem.head_dim + problem.head_dim_v) * 2
+    resident = max(1, L2_SECTION_BYTES // kv_bytes)
+    return group << (resident.bit_length() - 1)
+
+
+# --- what is shipped -------------------------------------------------------------------------------------------
 
 SHIPPED_HEAD_DIMS = (
     (32, 32),
@@ -101,11 +221,11 @@ SHIPPED_HEAD_DIMS = (
 
 
 def shipped_problems(arch: str) -> Iterator[AttentionProblem]:
-    """Every instantiation that ``cuflash compile --all`` builds: common head dims, and each variant of some."""
+    """What ``cuflash compile --all`` builds for a target: common head dims, and each variant of some."""
     for (d, dv), dtype, mask in product(SHIPPED_HEAD_DIMS, DTYPES, MASKS):
         yield AttentionProblem(d, dv, dtype, mask, 16, False, arch)
     for d, mask in product((64, 128, 256), MASKS):
         base = AttentionProblem(d, d, "bfloat16", mask, 16, False, arch)
         yield replace(base, scale_first=True)
-        for access_bytes in (8, 4, 2):
+        for access_bytes in () if arch in TMA_TARGETS.values() else (8, 4, 2):
             yield replace(base, access_bytes=access_bytes)

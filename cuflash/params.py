@@ -23,6 +23,7 @@ I64 = CType("i64", "q", 8, 8)
 I32 = CType("i32", "i", 4, 4)
 F32 = CType("float", "f", 4, 4)
 FAST_DIV = CType("FastDiv", "QII", 16, 8)
+TENSOR_MAP = CType("TensorMap", "128s", 128, 64)
 
 
 class Field(NamedTuple):
@@ -42,10 +43,15 @@ class PlacedField(NamedTuple):
 class ParameterBlock:
     """The single ``__grid_constant__`` argument of a kernel.
 
-    Pointers come first and in the order of a call, so that a launch rewrites only the head of a packed block.
+    Parameters
+    ----------
+    fields : tuple of Field
+    per_launch : int
+        How many of the first fields follow from a call's addresses: a launch rewrites only this head of a packed block.
     """
 
     fields: tuple[Field, ...]
+    per_launch: int = 0
 
     @cached_property
     def placed(self) -> tuple[PlacedField, ...]:
@@ -62,12 +68,32 @@ class ParameterBlock:
         align = max(f.type.align for f in self.fields)
         return -(-(last.offset + last.type.size) // align) * align
 
-    def pack(self, values: Mapping[str, int | float | tuple[int, ...]]) -> bytes:
+    @cached_property
+    def tail_offset(self) -> int:
+        """Where the fields begin that a plan knows."""
+        return self.placed[self.per_launch].offset
+
+    @cached_property
+    def launch_block(self) -> struct.Struct:
+        """Packs a launch: the values of the ``per_launch`` fields, then the tail."""
+        head = "".join(f.type.format for f in self.fields[: self.per_launch])
+        return struct.Struct(f"<{head}{self.size - self.tail_offset}s")
+
+    def pack(self, values: Mapping[str, int | float | bytes | tuple[int, ...]]) -> bytes:
         """The block's bytes; ``values`` must name every field and no other."""
-        if values.keys() != {f.name for f in self.fields}:
-            raise KeyError(f"parameter names differ: {sorted(values.keys() ^ {f.name for f in self.fields})}")
+        return self._pack(values, self.placed)
+
+    def pack_tail(self, values: Mapping[str, int | float | bytes | tuple[int, ...]]) -> bytes:
+        """The bytes behind the ``per_launch`` fields; ``values`` must name every other field."""
+        return self._pack(values, self.placed[self.per_launch :])[self.tail_offset :]
+
+    def _pack(
+        self, values: Mapping[str, int | float | bytes | tuple[int, ...]], fields: tuple[PlacedField, ...]
+    ) -> bytes:
+        if values.keys() != {f.name for f in fields}:
+            raise KeyError(f"parameter names differ: {sorted(values.keys() ^ {f.name for f in fields})}")
         block = bytearray(self.size)
-        for f in self.placed:
+        for f in fields:
             value = values[f.name]
             struct.pack_into("<" + f.type.format, block, f.offset, *(value if isinstance(value, tuple) else (value,)))
         return bytes(block)
@@ -82,7 +108,7 @@ def fast_div(divisor: int) -> tuple[int, int, int]:
     return -(-(1 << shift) // divisor), shift, divisor
 
 
-FORWARD = ParameterBlock(
+FORWARD_SM80 = ParameterBlock(
     (
         Field("q", POINTER, ""),
         Field("k", POINTER, ""),
@@ -104,5 +130,28 @@ FORWARD = ParameterBlock(
         Field("first_tile", I32, "query tiles of earlier launches of the same call (gridDim.y ends at 65535)"),
         Field("scale_log2", F32, "scale * log2(e)"),
         Field("inverse_scale", F32, "1 / scale_log2; 1 if the scale comes first"),
-    )
+    ),
+    per_launch=5,
+)
+
+FORWARD_SM90 = ParameterBlock(
+    (
+        *(Field(f"{tensor}_map", TENSOR_MAP, "") for tensor in ("q", "k", "v", "out")),
+        Field("out", POINTER, ""),
+        Field("lse", POINTER, "null: not wanted"),
+        Field("tile_counter", POINTER, "null: static order"),
+        *(Field(f"out_{axis}_stride", I64, "in elements") for axis in ("batch", "seq", "head")),
+        Field("heads", I32, "query heads"),
+        Field("group", I32, "query heads per key/value head"),
+        Field("batch_heads", I32, "batch * query heads"),
+        Field("m_tiles", I32, "query tiles of a head"),
+        Field("section", I32, "query heads that share the L2"),
+        Field("tiles", I32, "query tiles of all heads"),
+        Field("seqlen_q", I32, ""),
+        Field("seqlen_k", I32, ""),
+        Field("causal_offset", I32, "query i sees keys j <= i + causal_offset"),
+        Field("scale_log2", F32, "scale * log2(e)"),
+        Field("inverse_scale", F32, "1 / scale_log2; 1 if the scale comes first"),
+    ),
+    per_launch=7,
 )

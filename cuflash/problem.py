@@ -34,7 +34,7 @@ class AttentionProblem:
         Multiply the scores by the scale before the softmax instead of folding it into the exponential: for
         scales that are zero, negative, or so small or large that their reciprocal is useless.
     arch : str
-        Compile target, for example ``"sm_90"``.
+        Compile target, for example ``"sm_90"``. ``"sm_90a"`` has kernels of its own, which load by TMA.
     """
 
     head_dim: int

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from .config import KernelConfig
+from .config import KernelConfig, Sm90Config
 from .cpu import Array, causal_offset
 from .request import Causal
 
@@ -90,7 +90,7 @@ def tile_schedule(
     causal, scale
         As in `attention_cpu`.
     config : KernelConfig
-        Gives ``block_m``, ``block_n``, ``warps`` and ``slack``.
+        Gives ``block_m``, ``block_n``, ``warps``, ``slack`` and, in the Hopper family, ``exact``.
     scale_first : bool
         The kernel variant that multiplies the scores by the scale before the softmax.
 
@@ -105,32 +105,38 @@ def tile_schedule(
     out = np.empty((batch, heads, seqlen_q, v.shape[3]), q.dtype)
     lse = np.empty((batch, heads, seqlen_q), np.float32)
     warp_rows = config.block_m // config.warps
+    slack = -math.inf if isinstance(config, Sm90Config) and config.exact else config.slack
     with np.errstate(all="ignore"):
         for b, h in np.ndindex(batch, heads):
             q1, k1, v1 = (x.astype(np.float32) for x in (q[b, h], k[b, h // group], v[b, h // group]))
             for first in range(0, seqlen_q, warp_rows):
                 rows = slice(first, min(first + warp_rows, seqlen_q))
-                warp = _Warp(q1[rows], v.shape[3], q.dtype, scale, scale_first, config.slack)
+                warp = _Warp(q1[rows], v.shape[3], q.dtype, scale, scale_first, slack)
                 block_end = first // config.block_m * config.block_m + config.block_m
                 last_visible = np.arange(rows.start, rows.stop) + offset
-                for keys in _key_tiles(block_end + offset, k.shape[2], config.block_n):
-                    if keys.start <= last_visible[-1]:
+                for keys in _key_tiles(block_end + offset, k.shape[2], config):
+                    if keys.start <= last_visible[-1] or isinstance(config, Sm90Config):
                         warp.step(k1[keys], v1[keys], np.arange(keys.start, keys.stop) > last_visible[:, None])
                 out[b, h, rows], lse[b, h, rows] = warp.result()
     return out, lse
 
 
-def _key_tiles(seen: int, seqlen_k: int, block_n: int) -> list[slice]:
-    """The key tiles of a thread block whose last row sees `seen` keys, in the kernel's order."""
-    starts = range(0, max(0, min(seen, seqlen_k)), block_n)
-    return [slice(start, min(start + block_n, seqlen_k)) for start in reversed(starts)]
+def _key_tiles(seen: int, seqlen_k: int, config: KernelConfig) -> list[slice]:
+    """The key tiles of a query tile whose last row sees `seen` keys, in the kernel's order.
+
+    Warps of the Ampere-style family leave out what none of their rows sees. Warpgroups of the Hopper family compute
+    all tiles of the query tile together, and at least the first one.
+    """
+    least = 1 if isinstance(config, Sm90Config) else 0
+    starts = range(0, max(least, min(seen, seqlen_k)), config.block_n)
+    return [slice(start, min(start + config.block_n, seqlen_k)) for start in reversed(starts)]
 
 
 class _Warp:
     """The registers of one warp: its rows of Q, O, the softmax reference and the row sums."""
 
     def __init__(
-        self, q: Array, head_dim_v: int, dtype: np.dtype[Any], scale: float, scale_first: bool, slack: int
+        self, q: Array, head_dim_v: int, dtype: np.dtype[Any], scale: float, scale_first: bool, slack: float
     ) -> None:
         log2_scale = np.float32(scale * math.log2(math.e))
         self.q, self.dtype = q, dtype

@@ -25,6 +25,14 @@ FLOAT32_MAX = (2 - 2**-23) * 2.0**127
 FOLDED_SCALES = (1e-30, 1e30)
 """Where scale * log2(e) and its reciprocal are both good fp32 numbers."""
 
+TMA_BYTES = 16
+"""What addresses, rows and strides of a tensor map must be multiples of."""
+TMA_STRIDES_END = 2**40
+TMA_TILE_ROWS = 64
+"""No kernel that loads by TMA has query tiles of fewer rows."""
+MAX_WORK_TILES = 2**31 - 2**16
+"""A persistent kernel counts work tiles in 32 bits and goes at most a grid beyond the last."""
+
 
 @dataclass(frozen=True)
 class Request:
@@ -139,6 +147,38 @@ class Request:
         bits = WIDEST_ACCESS | addresses | elements * item
         return bits & -bits
 
+    @cached_property
+    def tma_refusal(self) -> str | None:
+        """What about the call the tensor memory accelerator cannot take; None if it takes all of it.
+
+        Lengths and head counts need no rule: every call on a GPU has less than 2**31 of each.
+        """
+        item = ITEM_BYTES[self.q.dtype]
+        for name, dim in (("head dim", self.head_dim), ("head dim of v", self.head_dim_v)):
+            if dim * item % TMA_BYTES:
+                return f"{name} {dim}, which is no multiple of {TMA_BYTES // item}"
+        for x in (self.q, self.k, self.v, *([self.out] if self.out else [])):
+            if x.address % TMA_BYTES:
+                return f"the address of {x.name}, which is no multiple of {TMA_BYTES}"
+        for name, (*outer, dim) in self.strides.items():
+            if dim != 1:
+                return f"the last axis of {name}, whose stride is not 1"
+            for axis, stride, extent in zip(("batch", "seq", "heads"), outer, self.extents(name), strict=False):
+                # NumPy and its kind give axes of one element any stride: nothing depends on it.
+                if extent > 1 and (stride * item % TMA_BYTES or not 0 < stride * item < TMA_STRIDES_END):
+                    return (
+                        f"the {axis} stride of {name}, {stride * item} bytes, which is no positive multiple of "
+                        f"{TMA_BYTES} below 2^40"
+                    )
+        if self.batch * self.heads * -(-self.seqlen_q // TMA_TILE_ROWS) > MAX_WORK_TILES:
+            return "so many query tiles (2^31 and more)"
+        return None
+
+    def extents(self, name: str) -> tuple[int, int, int, int]:
+        """(batch, seq, heads, dim) of ``"q"``, ``"k"``, ``"v"`` or ``"out"``."""
+        seqlen, heads = (self.seqlen_q, self.heads) if name in ("q", "out") else (self.seqlen_k, self.heads_k)
+        return self.batch, seqlen, heads, self.head_dim if name in ("q", "k") else self.head_dim_v
+
     @property
     def scale_first(self) -> bool:
         return not FOLDED_SCALES[0] <= self.scale * LOG2_E <= FOLDED_SCALES[1]
@@ -148,14 +188,14 @@ class Request:
         """Query i sees keys j <= i + offset."""
         return self.seqlen_k - self.seqlen_q if self.causal == "bottom_right" else 0
 
-    def problem(self, arch: str) -> AttentionProblem:
-        """The kernel that the call needs on a compile target."""
+    def problem(self, arch: str, access_bytes: int | None = None) -> AttentionProblem:
+        """The kernel that the call needs on a compile target; with the widest access unless another is named."""
         return AttentionProblem(
             head_dim=self.head_dim,
             head_dim_v=self.head_dim_v,
             dtype=cast(Dtype, self.q.dtype),
             mask="causal" if self.causal else "full",
-            access_bytes=self.access_bytes,
+            access_bytes=access_bytes or self.access_bytes,
             scale_first=self.scale_first,
             arch=arch,
         )

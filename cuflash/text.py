@@ -78,10 +78,7 @@ def kernel_items(kernel: Kernel) -> dict[str, str]:
     items = {
         "kernel": kernel.symbol,
         "family": f"{kernel.family}, compiled for {kernel.problem.arch}",
-        "tile": (
-            f"{config.block_m} queries x {config.block_n} keys, {config.warps} warps, {config.stages} stages, "
-            f"{config.q_registers} Q k-steps in registers, {config.ctas} blocks per SM"
-        ),
+        "tile": config.summary,
         "reason": config.reason,
         "grid": f"{grid} blocks of {config.threads} threads",
         "shared memory": smem_text(kernel),

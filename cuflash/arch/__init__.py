@@ -23,6 +23,11 @@ class Arch(NamedTuple):
         digits = self.name.removeprefix("sm_").rstrip("a")
         return int(digits[:-1]), int(digits[-1])
 
+    @property
+    def specific(self) -> bool:
+        """Whether its code uses instructions of one compute capability, and so runs on no other."""
+        return self.name.endswith("a")
+
 
 ARCHES = {
     arch.name: arch
@@ -31,6 +36,7 @@ ARCHES = {
         Arch("sm_86", 99 * KIB, 100 * KIB),
         Arch("sm_89", 99 * KIB, 100 * KIB),
         Arch("sm_90", 227 * KIB, 228 * KIB),
+        Arch("sm_90a", 227 * KIB, 228 * KIB),
         Arch("sm_100", 227 * KIB, 228 * KIB),
         Arch("sm_120", 99 * KIB, 100 * KIB),
     )
@@ -38,7 +44,7 @@ ARCHES = {
 
 
 def arch_for(compute_capability: tuple[int, int]) -> Arch:
-    """The target whose code runs on a device.
+    """The target whose code runs on a device, and which names the device: never one with an ``a``.
 
     Cubins run on later minor revisions of their major one, so 8.7 takes sm_86's code, 10.3 sm_100's, 12.1 sm_120's.
     A device of a later major revision takes the newest target, as PTX.
@@ -54,7 +60,7 @@ def arch_for(compute_capability: tuple[int, int]) -> Arch:
             f"the GPU has compute capability {major}.{minor}; cuflash's kernels need 8.0 (Ampere) or later: "
             "use a newer GPU, or pass NumPy arrays to run on the CPU"
         )
-    return [arch for arch in ARCHES.values() if arch.compute_capability <= compute_capability][-1]
+    return [a for a in ARCHES.values() if a.compute_capability <= compute_capability and not a.specific][-1]
 
 
 def needs_ptx(arch: Arch, compute_capability: tuple[int, int]) -> bool:

@@ -7,28 +7,15 @@ Rows of targets that were not measured follow from shared memory and registers, 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import NamedTuple
 
-from ..config import KernelConfig
-from ..errors import UnsupportedError
+from ..config import Sm80Config
 from ..problem import MASKS, AttentionProblem, Mask
+from .tuning import SLACK, Row, row_for
 
 SMALL = ("sm_86", "sm_89", "sm_120")
 """99 KiB of shared memory for a block."""
 
-SLACK: dict[Mask, int] = {"full": 2, "causal": 3}
-"""By mask: where the diagonal's tile comes first it holds each row's own key, and a larger slack costs no accuracy."""
-
 RARE_REASON = "narrow accesses or early scaling need registers, so narrower key tiles and Q in shared memory"
-
-
-class Row(NamedTuple):
-    """The config of problems on ``arches``, under ``masks``, whose larger head dim is at most ``head_dim``."""
-
-    arches: tuple[str, ...]
-    head_dim: int
-    masks: tuple[Mask, ...]
-    config: KernelConfig
 
 
 def _row(
@@ -42,10 +29,11 @@ def _row(
     ctas: int,
     masks: tuple[Mask, ...] = MASKS,
     reason: str,
-) -> Row:
-    return Row(
-        arches, head_dim, masks, KernelConfig("forward_sm80", block_m, block_n, warps, 2, q, ctas, reason=reason)
+) -> Row[Sm80Config]:
+    config = Sm80Config(
+        block_m=block_m, block_n=block_n, warps=warps, stages=2, q_registers=q, ctas=ctas, reason=reason
     )
+    return Row(arches, head_dim, masks, config)
 
 
 FORWARD = (
@@ -71,19 +59,13 @@ FORWARD = (
 )
 
 
-def forward_config(problem: AttentionProblem) -> KernelConfig:
+def forward_config(problem: AttentionProblem) -> Sm80Config:
     """The config of the row with the smallest head dim that serves the problem.
 
     Accesses of less than 16 bytes take more addresses, and so registers, from the rest of the kernel; so do scores
     that are scaled before the softmax.
     """
-    head_dim = max(problem.head_dim, problem.head_dim_v)
-    rows = [
-        row for row in FORWARD if problem.arch in row.arches and problem.mask in row.masks and head_dim <= row.head_dim
-    ]
-    if not rows:
-        raise UnsupportedError(f"no tuning row for head dim {head_dim} on {problem.arch}: add one to arch/sm80.py")
-    config = replace(min(rows, key=lambda row: row.head_dim).config, slack=SLACK[problem.mask])
+    config = replace(row_for(FORWARD, problem).config, slack=SLACK[problem.mask])
     if problem.access_bytes < 16 or problem.scale_first:
         return replace(config, q_registers=0, block_n=min(48, config.block_n), reason=RARE_REASON)
     return config

@@ -97,14 +97,14 @@ def forward_part(
 
 def compile_kernels(cases: list[Case], screen: Screen) -> None:
     """Fill the disk cache, so that the table does not wait for one kernel after the other."""
-    from .. import driver, jit
+    from .. import driver, jit, kernels
     from ..build import build
     from ..settings import read_settings
 
     settings = read_settings()
     if settings.cache_dir is None or not settings.cache_bytes or not settings.jit:
         return
-    arch = jit.device_arch(driver.current_device()).name
+    arch = kernels.device_targets(jit.device_arch(driver.current_device()).name)[-1]
     jobs = [job for job in forward.kernel_jobs(cases, arch) if jit.find_code(*job, settings) is None]
     if not jobs:
         return

@@ -1,7 +1,7 @@
 """Compile kernels ahead: into the disk cache, or into a directory for machines without NVRTC.
 
     cuflash compile --all                            every kernel that is shipped, for this machine's GPU
-    cuflash compile --all --arch sm_80 sm_90 --prebuilt kernels/
+    cuflash compile --all --arch sm_80 sm_90 --prebuilt kernels/        sm_90: Hopper kernels and Ampere-style ones
     cuflash compile --head-dim 128 --causal          one kernel
 
 A directory filled with --prebuilt is named by CUFLASH_PREBUILT_DIR where it is used.
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from ..arch import ARCHES
@@ -23,7 +24,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--all", action="store_true", help="every shipped kernel")
     parser.add_argument(
         "--arch", nargs="+", choices=tuple(ARCHES), metavar="ARCH",
-        help=f"out of {', '.join(ARCHES)}; default: the GPU's, sm_90 without one",
+        help=f"out of {', '.join(ARCHES)}; default: the GPU's, sm_90 without one; sm_90 stands for all kernels that "
+        "a GPU of compute capability 9.0 takes, sm_90a for those that load by TMA alone",
     )  # fmt: skip
     parser.add_argument("--prebuilt", type=Path, metavar="DIR", help="fill this directory instead of the cache")
     parser.add_argument("-j", "--jobs", type=int, metavar="N", help="processes; default: one for each core")
@@ -62,11 +64,15 @@ def kernel_jobs(args: argparse.Namespace) -> list[Job]:
     """The kernels that the options name, the longest compilations first."""
     from .. import kernels
 
-    arches = args.arch or [default_arch()]
+    named = args.arch or [default_arch()]
     if args.all:
-        problems = [problem for arch in arches for problem in kernels.shipped_problems(arch)]
+        found = [
+            p for arch in named for target in kernels.device_targets(arch) for p in kernels.shipped_problems(target)
+        ]
     else:
-        problems = [problem_from(args, arch) for arch in arches]
+        asked = [problem_from(args, arch) for arch in named]
+        found = [replace(p, arch=target) for p in asked for target in kernels.device_targets(p.arch, p.access_bytes)]
+    problems = list(dict.fromkeys(found))  # sm_90 and sm_90a name some kernels twice
     problems.sort(key=lambda problem: -(problem.head_dim + problem.head_dim_v))
     return [(problem, kernels.select_config(problem)) for problem in problems]
 

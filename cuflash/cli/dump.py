@@ -2,6 +2,7 @@
 
 cuflash dump --head-dim 128 --causal                     the rendered source
 cuflash dump resources sass --head-dim 64 --arch sm_80
+cuflash dump --head-dim 64 --arch sm_90a                 (sm_90: the Ampere-style kernel for the same GPU)
 cuflash dump --head-dim 128 --config block_n=48 -o out/  everything, as files
 """
 
@@ -20,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..arch import ARCHES
-from .problems import add_problem_options, default_arch, parse_override, problem_from
+from .problems import add_problem_options, default_arch, overridden, parse_override, problem_from
 from .screen import Screen
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ DISASSEMBLERS = {"nvdisasm": ("--print-code",), "cuobjdump": ("--dump-sass",)}
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"out of {', '.join(PARTS)}; default: source")
     add_problem_options(parser)
-    parser.add_argument("--arch", choices=tuple(ARCHES), help="default: the GPU's, sm_90 without one")
+    parser.add_argument("--arch", choices=tuple(ARCHES), help="default: the GPU's, compute capability 9.0 without one")
     parser.add_argument(
         "--config", type=parse_override, default={}, metavar="FIELD=N,...", help="change fields of the tuned config"
     )
@@ -134,7 +135,9 @@ def make_dump(args: argparse.Namespace) -> Dump:
     from .. import kernels
 
     problem = problem_from(args, args.arch or default_arch())
-    config = dataclasses.replace(kernels.select_config(problem), **args.config)
+    if args.arch is None:
+        problem = dataclasses.replace(problem, arch=kernels.device_targets(problem.arch, problem.access_bytes)[-1])
+    config = overridden(kernels.select_config(problem), args.config)
     need, limit = config.smem_bytes(problem), ARCHES[problem.arch].smem_per_block
     if need > limit:
         raise ValueError(f"--config needs {need} bytes of shared memory; {problem.arch} has {limit} for a block")

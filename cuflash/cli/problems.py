@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 
-from ..config import KernelConfig
+from ..config import KernelConfig, Sm80Config, Sm90Config
 from ..problem import AttentionProblem
 
 
@@ -68,12 +68,31 @@ def default_arch() -> str:
 
 
 def parse_override(text: str) -> dict[str, int]:
-    """``block_n=48,ctas=2``: fields of the tuning table's config to change."""
-    accepted = sorted({field.name for field in dataclasses.fields(KernelConfig)} - {"family", "reason"})
-    override = {}
+    """``block_n=48,ctas=2``: fields of the tuning table's config to change, of whichever family."""
+    families = (Sm80Config, Sm90Config)
+    types = {field.name: field.type for family in families for field in dataclasses.fields(family) if field.compare}
+    override: dict[str, int] = {}
     for part in text.split(","):
         name, _, value = part.partition("=")
-        if name not in accepted or not value.isdigit():
-            raise argparse.ArgumentTypeError(f"{part!r} is not FIELD=NUMBER with FIELD one of {', '.join(accepted)}")
-        override[name] = int(value)
+        if name not in types or not value.isdigit() or (types[name] == "bool" and int(value) > 1):
+            raise argparse.ArgumentTypeError(
+                f"{part!r} is not FIELD=NUMBER (0 or 1 for a switch) with FIELD one of {', '.join(sorted(types))}"
+            )
+        override[name] = bool(int(value)) if types[name] == "bool" else int(value)
     return override
+
+
+def overridden(config: KernelConfig, changes: dict[str, int]) -> KernelConfig:
+    """A config with other values in some fields.
+
+    Raises
+    ------
+    ValueError
+        Its family has no such field, or not with this value.
+    """
+    accepted = {field.name for field in dataclasses.fields(config) if field.compare}
+    if unknown := sorted(changes.keys() - accepted):
+        raise ValueError(
+            f"{config.family} has no {', '.join(unknown)} in its configs; it has {', '.join(sorted(accepted))}"
+        )
+    return dataclasses.replace(config, **changes)  # type: ignore[arg-type]

@@ -11,7 +11,7 @@ import ctypes
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -19,8 +19,8 @@ import pytest
 
 from cuflash import driver, jit, kernels
 from cuflash.compiler import Compiled
-from cuflash.config import KernelConfig
-from cuflash.params import FORWARD
+from cuflash.config import KernelConfig, Sm90Config
+from cuflash.params import TENSOR_MAP, ParameterBlock
 from cuflash.problem import AttentionProblem
 from cuflash.request import LOG2_E
 
@@ -66,10 +66,13 @@ class FakeGpu:
         Device to the handle of its current stream.
     offset : int
         Misaligns what the allocator hands out.
+    encoded : list of int
+        The address of each tensor map that was encoded.
     """
 
     cupy: Any
     capability: tuple[int, int] = (9, 0)
+    multiprocessors: int = 3
     execute: bool = True
     device: int = 0
     switches: int = 0
@@ -78,6 +81,7 @@ class FakeGpu:
     launches: list[Launch] = field(default_factory=list)
     compiled: list[AttentionProblem] = field(default_factory=list)
     contexts: list[int] = field(default_factory=list)
+    encoded: list[int] = field(default_factory=list)
     _codes: list[LoadedCode] = field(default_factory=list)
     _problems: dict[str, tuple[AttentionProblem, KernelConfig]] = field(default_factory=dict)
 
@@ -128,10 +132,31 @@ class FakeGpu:
         loaded = self._codes[handle - HANDLES]
         assert loaded.device == self.device, "launched while another device was current"
         assert all(extent > 0 for extent in grid) and max(grid[1:]) <= 65535 and grid[0] < 2**31
-        launch = Launch(loaded, grid, block, smem_bytes, stream, read_block(params_address))
+        launch = Launch(loaded, grid, block, smem_bytes, stream, self.read(handle, params_address))
         self.launches.append(launch)
         if self.execute:
             run(launch)
+
+    def read(self, handle: int, params_address: int) -> dict[str, Any]:
+        """What the driver would copy: the block behind the one pointer at an address."""
+        pointer = ctypes.c_void_p.from_address(params_address).value
+        assert pointer is not None
+        params = kernels.FAMILIES[self._codes[handle - HANDLES].config.family].params
+        return unpack(params, ctypes.string_at(pointer, params.size))
+
+    def encode_tensor_map(self, address: int, *geometry: Any) -> bytes:
+        """Refuses what `cuTensorMapEncodeTiled` refuses; the map's bytes are the arguments."""
+        made = TensorMap(address, *geometry)
+        assert address % 16 == 0 and made.dtype in ("float16", "bfloat16")
+        assert len(made.extents) == 4 and all(0 < extent <= 2**32 for extent in made.extents)
+        assert len(made.strides) == 3 and all(s > 0 and s % 16 == 0 and s < 2**40 for s in made.strides)
+        assert 0 < made.box_rows <= 256
+        self.encoded.append(address)
+        return made.pack()
+
+    def device_properties(self, device: int) -> driver.DeviceProperties:
+        return driver.DeviceProperties("fake", self.capability, self.multiprocessors, 1e9, 1e12, 1 << 37, 50 << 20,
+                                       232448, 233472)  # fmt: skip
 
     @contextlib.contextmanager
     def on_device(self, ordinal: int) -> Iterator[None]:
@@ -173,7 +198,7 @@ def install_for_torch(monkeypatch: pytest.MonkeyPatch, device: int = 0) -> FakeG
 
 
 def _install_driver(monkeypatch: pytest.MonkeyPatch, gpu: FakeGpu) -> None:
-    for table in ("_loaded", "_code", "_locks"):
+    for table in ("_loaded", "_code", "_locks", "_places", "_tensor_maps"):
         monkeypatch.setattr(jit, table, {})
     jit.PLANS.clear()
     monkeypatch.setattr(jit, "obtain_code", gpu.obtain_code)
@@ -181,6 +206,8 @@ def _install_driver(monkeypatch: pytest.MonkeyPatch, gpu: FakeGpu) -> None:
     monkeypatch.setattr(driver, "load_kernel", gpu.load_kernel)
     monkeypatch.setattr(driver, "launch", gpu.launch)
     monkeypatch.setattr(driver, "ensure_context", gpu.contexts.append)
+    monkeypatch.setattr(driver, "encode_tensor_map", gpu.encode_tensor_map)
+    monkeypatch.setattr(driver, "device_properties", gpu.device_properties)
     monkeypatch.setattr(driver, "device_compute_capability", lambda device: gpu.capability)
     monkeypatch.setattr(driver, "device_count", lambda: 2)
     monkeypatch.setattr(driver, "current_device", lambda: gpu.device)
@@ -215,62 +242,118 @@ def memory_at(address: int, shape: tuple[int, ...], strides: tuple[int, ...], dt
     return np.asarray(_Memory(address, shape, strides, dtype.itemsize)).view(dtype)
 
 
-def read_block(params_address: int) -> dict[str, Any]:
-    """What the driver would read: the block behind the one pointer at an address."""
-    pointer = ctypes.c_void_p.from_address(params_address).value
-    assert pointer is not None
-    return unpack(ctypes.string_at(pointer, FORWARD.size))
+class TensorMap(NamedTuple):
+    """What a tensor map was made of."""
+
+    address: int
+    dtype: str
+    extents: tuple[int, ...]
+    strides: tuple[int, ...]
+    box_rows: int
+
+    def pack(self) -> bytes:
+        return _TENSOR_MAP.pack(self.address, self.dtype.encode(), *self.extents, *self.strides, self.box_rows)
+
+    @classmethod
+    def unpack(cls, packed: bytes) -> TensorMap:
+        address, dtype, *numbers, box_rows = _TENSOR_MAP.unpack(packed)
+        return cls(address, dtype.rstrip(b"\0").decode(), tuple(numbers[:4]), tuple(numbers[4:]), box_rows)
 
 
-def unpack(block: bytes) -> dict[str, Any]:
-    """The values of a packed parameter block, by name."""
-    values = {}
-    for f in FORWARD.placed:
+_TENSOR_MAP = struct.Struct("<Q16s4Q3QQ40x")
+
+
+def unpack(params: ParameterBlock, block: bytes) -> dict[str, Any]:
+    """The values of a packed parameter block, by name; ``q`` stands for the address in ``q_map``."""
+    values: dict[str, Any] = {}
+    for f in params.placed:
         value = struct.unpack_from("<" + f.type.format, block, f.offset)
         values[f.name] = value[0] if len(value) == 1 else value
+        if f.type is TENSOR_MAP:
+            tensor_map = values[f.name] = TensorMap.unpack(value[0])
+            values[f.name.removesuffix("_map")] = tensor_map.address
     return values
 
 
-def divisor(magic: tuple[int, int, int]) -> int:
-    return magic[2]
+# --- the kernels -----------------------------------------------------------------------------------------------
 
 
-# --- the kernel ------------------------------------------------------------------------------------------------
+class WorkTile(NamedTuple):
+    batch: int
+    head: int
+    kv_head: int
+    batch_head: int
+    m_tile: int
+
+
+def work_of(launch: Launch) -> list[WorkTile]:
+    """What a launch computes, by the index arithmetic of its kernel."""
+    return _persistent_work(launch) if isinstance(launch.loaded.config, Sm90Config) else _grid_work(launch)
+
+
+def _grid_work(launch: Launch) -> list[WorkTile]:
+    p, work = launch.params, []
+    (_, _, heads), (_, _, group) = p["heads"], p["group"]
+    for z, y, x in np.ndindex(*launch.grid[::-1]):
+        batch_head = z * launch.grid[0] + x
+        if batch_head < p["batch_heads"]:
+            batch, head = divmod(batch_head, heads)
+            work.append(WorkTile(batch, head, head // group, batch_head, p["m_tiles"] - 1 - (p["first_tile"] + y)))
+    return work
+
+
+def _persistent_work(launch: Launch) -> list[WorkTile]:
+    """In the order of the tiles; which block takes which does not matter."""
+    p, work = launch.params, []
+    assert launch.grid[1:] == (1, 1) and launch.grid[0] <= p["tiles"] == p["m_tiles"] * p["batch_heads"]
+    assert p["tile_counter"] == 0
+    for tile in range(p["tiles"]):
+        first_head = tile // (p["section"] * p["m_tiles"]) * p["section"]
+        width = min(p["section"], p["batch_heads"] - first_head)
+        row, column = divmod(tile - first_head * p["m_tiles"], width)
+        batch, head = divmod(first_head + column, p["heads"])
+        work.append(WorkTile(batch, head, head // p["group"], first_head + column, p["m_tiles"] - 1 - row))
+    return work
 
 
 def run(launch: Launch) -> None:
-    """Carry a launch out, thread block by thread block; softmax in float64."""
-    for z in range(launch.grid[2]):
-        for y in range(launch.grid[1]):
-            for x in range(launch.grid[0]):
-                _run_block(launch, x, y, z)
+    """Carry a launch out, query tile by query tile; softmax in float64."""
+    for work in work_of(launch):
+        _run_tile(launch, work)
 
 
-def _run_block(launch: Launch, x: int, y: int, z: int) -> None:
+def _rows(launch: Launch, name: str, work: WorkTile, first: int, length: int) -> np.ndarray:
+    """Rows of one head of an operand, by the strides or the tensor map of the launch."""
     p, problem = launch.params, launch.loaded.problem
-    index = z * launch.grid[0] + x
-    if index >= p["batch_heads"]:
-        return
-    tile = p["m_tiles"] - 1 - (p["first_tile"] + y)
-    assert 0 <= tile < p["m_tiles"]
-    batch, head = divmod(index, divisor(p["heads"]))
-    first = tile * launch.loaded.config.block_m
-    rows = np.arange(first, min(first + launch.loaded.config.block_m, p["seqlen_q"]))
     dtype = bfloat16() if problem.dtype == "bfloat16" else np.dtype(np.float16)
+    dim = problem.head_dim if name in ("q", "k") else problem.head_dim_v
+    head = work.head if name in ("q", "out") else work.kv_head
+    if isinstance(launch.loaded.config, Sm90Config):
+        made: TensorMap = p[f"{name}_map"]
+        seq, head_stride, batch_stride = made.strides
+        assert made.extents[0] == dim and made.dtype == problem.dtype
+        assert first + length <= made.extents[1] and head < made.extents[2] and work.batch < made.extents[3]
+        if name == "out":
+            for axis, stride, extent in zip(("seq", "head", "batch"), made.strides, made.extents[1:], strict=True):
+                assert extent == 1 or p[f"out_{axis}_stride"] * 2 == stride
+        address = made.address + work.batch * batch_stride + head * head_stride + first * seq
+        return memory_at(address, (length, dim), (seq, 2), dtype)
+    strides = {axis: p[f"{name}_{axis}_stride"] * 2 for axis in ("batch", "seq", "head", "dim")}
+    address = p[name] + work.batch * strides["batch"] + head * strides["head"] + first * strides["seq"]
+    if problem.access_bytes != 2:
+        assert strides["dim"] == 2
+        for value in (address, strides["seq"], 2 * dim):
+            assert length <= 1 or value % problem.access_bytes == 0, "an access that faults"
+    return memory_at(address, (length, dim), (strides["seq"], strides["dim"]), dtype)
 
-    def tensor(name: str, head: int, first: int, length: int, dim: int) -> np.ndarray:
-        strides = {axis: p[f"{name}_{axis}_stride"] * 2 for axis in ("batch", "seq", "head", "dim")}
-        address = p[name] + batch * strides["batch"] + head * strides["head"] + first * strides["seq"]
-        if problem.access_bytes != 2:
-            assert strides["dim"] == 2
-            for value in (address, strides["seq"], 2 * dim):
-                assert length <= 1 or value % problem.access_bytes == 0, "an access that faults"
-        return memory_at(address, (length, dim), (strides["seq"], strides["dim"]), dtype)
 
-    kv_head = head // divisor(p["group"])
-    q = tensor("q", head, first, len(rows), problem.head_dim).astype(np.float64)
-    k = tensor("k", kv_head, 0, p["seqlen_k"], problem.head_dim).astype(np.float64)
-    v = tensor("v", kv_head, 0, p["seqlen_k"], problem.head_dim_v).astype(np.float64)
+def _run_tile(launch: Launch, work: WorkTile) -> None:
+    p, problem = launch.params, launch.loaded.problem
+    assert 0 <= work.m_tile < p["m_tiles"]
+    first = work.m_tile * launch.loaded.config.block_m
+    rows = np.arange(first, min(first + launch.loaded.config.block_m, p["seqlen_q"]))
+    q = _rows(launch, "q", work, first, len(rows)).astype(np.float64)
+    k, v = (_rows(launch, name, work, 0, p["seqlen_k"]).astype(np.float64) for name in ("k", "v"))
     scores = q @ k.T * (p["scale_log2"] / LOG2_E)
     if problem.mask == "causal":
         scores[np.arange(p["seqlen_k"]) > rows[:, None] + p["causal_offset"]] = -np.inf
@@ -278,8 +361,8 @@ def _run_block(launch: Launch, x: int, y: int, z: int) -> None:
     weights = np.exp(scores - np.where(np.isneginf(top), 0.0, top))
     total = weights.sum(axis=1, keepdims=True)
     with np.errstate(divide="ignore", invalid="ignore"):
-        tensor("out", head, first, len(rows), problem.head_dim_v)[...] = np.where(total == 0, 0.0, weights @ v / total)
+        _rows(launch, "out", work, first, len(rows))[...] = np.where(total == 0, 0.0, weights @ v / total)
         if p["lse"]:
-            address = p["lse"] + 4 * (index * p["seqlen_q"] + first)
+            address = p["lse"] + 4 * (work.batch_head * p["seqlen_q"] + first)
             lse = np.where(total == 0, -np.inf, np.where(np.isneginf(top), 0.0, top) + np.log(total))
             memory_at(address, (len(rows),), (4,), np.float32)[...] = lse[:, 0]

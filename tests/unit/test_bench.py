@@ -252,7 +252,7 @@ def test_missing_kernels_are_compiled_before_the_table(monkeypatch, kernel_cache
         out = io.StringIO()
         runner.compile_kernels(cases, Screen(out))
         shown.append(out.getvalue())
-    assert "[1/1] cuflash_fwd_sm80_d32_f16_full" in shown[0] and shown[1] == ""
+    assert "[1/1] cuflash_fwd_sm90_d32_f16_full" in shown[0] and shown[1] == ""
     x = np.zeros((1, 64, 2, 32), np.float16)
     assert explain(x, x, x, arch="sm_90").kernel.cached == "disk"
 

@@ -103,7 +103,7 @@ def test_a_key_holds_the_templates_and_the_parameter_block(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(render, "template_digest", lambda: "another")
         assert cache_key(PROBLEM, CONFIG).base != before.base
-    fields = (*params.FORWARD.fields, params.Field("more", params.I32, ""))
+    fields = (*params.FORWARD_SM80.fields, params.Field("more", params.I32, ""))
     family = kernels.FAMILIES[CONFIG.family]._replace(params=params.ParameterBlock(fields))
     monkeypatch.setitem(kernels.FAMILIES, CONFIG.family, family)
     assert cache_key(PROBLEM, CONFIG).base != before.base

@@ -192,6 +192,18 @@ def test_dump_takes_a_changed_config(capsys):
     assert "bytes of shared memory" in error_line(capsys)
 
 
+def test_dump_takes_fields_of_the_family(capsys):
+    assert main(["dump", "--arch", "sm_90a", "--config", "ctas=1"]) == 1
+    assert "forward_sm90 has no ctas in its configs; it has block_m, " in error_line(capsys)
+    assert main(["dump", "--arch", "sm_90a", "--config", "q_stages=1"]) == 1
+    assert "tma_store needs q_stages=2" in error_line(capsys)
+
+
+def test_dump_without_a_target_shows_what_ordinary_calls_take():
+    for words, arch in (([], "sm_90a"), (["--head-dim", "60"], "sm_90"), (["--arch", "sm_90"], "sm_90")):
+        assert dump_command.make_dump(parser().parse_args(["dump", *words])).problem.arch == arch
+
+
 def test_dump_refuses_unknown_parts(capsys):
     assert main(["dump", "binary"]) == 1
     assert "source, ptx, sass, resources" in error_line(capsys)
@@ -226,7 +238,7 @@ def test_a_missing_disassembler_says_how_to_get_one(monkeypatch, capsys):
 
 @pytest.mark.compile
 def test_compile_fills_the_cache_and_cache_shows_it(capsys, kernel_cache):
-    words = ["compile", "--head-dim", "32", "--arch", "sm_80", "sm_90", "-j", "1"]
+    words = ["compile", "--head-dim", "32", "--arch", "sm_80", "sm_86", "-j", "1"]
     assert main(words) == 0
     assert "2 compiled" in capsys.readouterr().out
     assert main(words) == 0
@@ -242,7 +254,7 @@ def test_compile_fills_the_cache_and_cache_shows_it(capsys, kernel_cache):
 @pytest.mark.compile
 def test_compile_fills_a_prebuilt_directory_by_processes(capsys, tmp_path, monkeypatch):
     folder = tmp_path / "prebuilt"
-    assert main(["compile", "--head-dim", "32", "--arch", "sm_80", "sm_90", "-j", "2", "--prebuilt", str(folder)]) == 0
+    assert main(["compile", "--head-dim", "32", "--arch", "sm_80", "sm_86", "-j", "2", "--prebuilt", str(folder)]) == 0
     monkeypatch.setenv("CUFLASH_PREBUILT_DIR", str(folder))
     capsys.readouterr()
     assert main(["cache", "info"]) == 0
@@ -326,8 +338,32 @@ def test_compile_all_is_every_shipped_kernel():
     from cuflash.cli import compile as compile_command
 
     jobs = compile_command.kernel_jobs(parser().parse_args(["compile", "--all", "--arch", "sm_80", "sm_90"]))
-    shipped = {problem for arch in ("sm_80", "sm_90") for problem in kernels.shipped_problems(arch)}
+    shipped = {problem for arch in ("sm_80", "sm_90", "sm_90a") for problem in kernels.shipped_problems(arch)}
     assert {problem for problem, _ in jobs} == shipped and len(jobs) == len(shipped)
+
+
+@pytest.mark.parametrize(
+    ("options", "targets"),
+    [
+        (["--arch", "sm_90"], ["sm_90", "sm_90a"]),
+        (["--arch", "sm_90a"], ["sm_90a"]),
+        (["--arch", "sm_90a", "sm_90"], ["sm_90a", "sm_90"]),
+        (["--arch", "sm_90", "--access-bytes", "8"], ["sm_90"]),
+        (["--arch", "sm_90", "--head-dim", "60"], ["sm_90"]),
+        (["--arch", "sm_100"], ["sm_100"]),
+    ],
+    ids=" ".join,
+)
+def test_compile_makes_all_kernels_that_a_hopper_device_takes(options, targets):
+    from cuflash.cli import compile as compile_command
+
+    jobs = compile_command.kernel_jobs(parser().parse_args(["compile", *options]))
+    assert [problem.arch for problem, _ in jobs] == targets
+
+
+def test_hopper_kernels_take_no_narrow_accesses(capsys):
+    assert main(["compile", "--arch", "sm_90a", "--head-dim", "60"]) == 1
+    assert "TMA" in error_line(capsys)
 
 
 def test_compile_without_a_cache_says_so(capsys, monkeypatch):
@@ -424,7 +460,8 @@ def test_a_closed_standard_output_is_no_traceback():
 
 def test_overrides_are_numbers_of_known_fields():
     assert parse_override("block_n=48,ctas=2") == {"block_n": 48, "ctas": 2}
-    for text in ("block_n", "block_n=", "block_n=-1", "family=1", "ctas=x"):
+    assert repr(parse_override("ping_pong=0,exact=1")) == "{'ping_pong': False, 'exact': True}"
+    for text in ("block_n", "block_n=", "block_n=-1", "family=1", "ctas=x", "exact=2"):
         with pytest.raises(Exception, match="FIELD=NUMBER"):
             parse_override(text)
 

@@ -138,6 +138,31 @@ class FakeBindings:
     def cuLibraryUnload(self, library):
         return self._did("cuLibraryUnload", library)
 
+    CUtensorMapDataType = members({"CU_TENSOR_MAP_DATA_TYPE_FLOAT16": 6, "CU_TENSOR_MAP_DATA_TYPE_BFLOAT16": 9})
+    CUtensorMapInterleave = members({"CU_TENSOR_MAP_INTERLEAVE_NONE": 0})
+    CUtensorMapSwizzle = members({"CU_TENSOR_MAP_SWIZZLE_128B": 3})
+    CUtensorMapL2promotion = members({"CU_TENSOR_MAP_L2_PROMOTION_L2_256B": 3})
+    CUtensorMapFloatOOBfill = members({"CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE": 0})
+
+    class cuuint32_t(int):
+        pass
+
+    class cuuint64_t(int):
+        pass
+
+    class CUtensorMap:
+        def __init__(self):
+            self.memory = ctypes.create_string_buffer(bytes(range(128)), 128)
+
+        def getPtr(self):
+            return ctypes.addressof(self.memory)
+
+    def cuTensorMapEncodeTiled(self, dtype, rank, address, extents, strides, box, steps, *modes):
+        assert {type(x) for x in extents + strides} == {self.cuuint64_t}
+        assert {type(x) for x in box + steps} == {self.cuuint32_t}
+        values = (int(dtype), rank, address, *map(tuple, (extents, strides, box, steps)), *map(int, modes))
+        return self._did("cuTensorMapEncodeTiled", values, result=(self.CUtensorMap(),))
+
     def cuLaunchKernel(self, function, *rest):
         *numbers, address, extra = rest
         block = ctypes.string_at(ctypes.c_void_p.from_address(address).value, 16)
@@ -361,14 +386,30 @@ def test_a_failed_launch_raises(cuda):
         driver.launch(kernel.handle, (1, 1, 1), (1, 1, 1), 0, 0, driver.ArgumentBuffer(16).address)
 
 
+@pytest.mark.parametrize(("dtype", "number"), [("float16", 6), ("bfloat16", 9)])
+def test_a_tensor_map_has_boxes_of_rows(cuda, dtype, number):
+    """64 columns by some rows of one head, swizzled over 128 bytes, zeros beyond the end."""
+    encoded = driver.encode_tensor_map(1 << 40, dtype, (96, 1000, 8, 2), (1536, 192, 1536000), 128)
+    assert encoded == bytes(range(128))
+    expected = (number, 4, 1 << 40, (96, 1000, 8, 2), (1536, 192, 1536000), (64, 128, 1, 1), (1, 1, 1, 1), 0, 3, 3, 0)
+    assert cuda.calls[-1][2] == expected
+
+
+def test_a_refused_tensor_map_raises(cuda):
+    cuda.failing["cuTensorMapEncodeTiled"] = CUresult.CUDA_ERROR_INVALID_VALUE
+    with pytest.raises(DriverError, match="INVALID_VALUE"):
+        driver.encode_tensor_map(1, "float16", (64, 1, 1, 1), (128, 128, 128), 64)
+
+
 def test_the_real_bindings_have_all_that_is_called():
     bindings = pytest.importorskip("cuda.bindings.driver")
     missing = {name for name in vars(FakeBindings) if name.startswith(("cu", "CU"))} - set(dir(bindings))
     assert not missing
-    for fake, real in (
-        (FakeBindings.CUdevice_attribute, bindings.CUdevice_attribute),
-        (FakeBindings.CUfunction_attribute, bindings.CUfunction_attribute),
-    ):
-        assert not set(vars(fake)) - set(dir(real))
-    for name, value in vars(FakeBindings.CUfunction_attribute).items():
-        assert int(getattr(bindings.CUfunction_attribute, name)) == value
+    modes = [name for name in vars(FakeBindings) if name.startswith("CUtensorMap") and name != "CUtensorMap"]
+    for name in ("CUdevice_attribute", "CUfunction_attribute", *modes):
+        assert not set(vars(getattr(FakeBindings, name))) - set(dir(getattr(bindings, name)))
+    for name in ("CUfunction_attribute", *modes):
+        for member, value in vars(getattr(FakeBindings, name)).items():
+            assert int(getattr(getattr(bindings, name), member)) == value
+    made = bindings.CUtensorMap()
+    assert ctypes.string_at(made.getPtr(), 128) == bytes(128)

@@ -18,9 +18,9 @@ from tests.unit.fake_gpu import FakeGpu
 pytest.importorskip("cupy")
 
 
-@pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
-    installed = fake_gpu.install(monkeypatch, execute=False)
+@pytest.fixture(params=[(8, 0), (9, 0)], ids=["sm_80", "sm_90"])
+def gpu(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[FakeGpu]:
+    installed = fake_gpu.install(monkeypatch, execute=False, capability=request.param)
     yield installed
     fake_gpu.remove(installed)
 
@@ -53,7 +53,8 @@ def test_equal_calls_are_hits(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> 
     for name in ("make_plan", "kernel_for", "read_settings", "remember"):
         monkeypatch.setattr(jit, name, cold)
     monkeypatch.setattr(jit, "_table_lock", None)
-    monkeypatch.setattr(driver, "device_compute_capability", cold)
+    for name in ("device_compute_capability", "device_properties", "encode_tensor_map"):
+        monkeypatch.setattr(driver, name, cold)
     monkeypatch.setattr(driver, "ensure_context", cold)
     for case in cases:
         cuflash.attention(*arrays(gpu), **case)
@@ -153,7 +154,7 @@ def test_parameter_buffers_belong_to_threads(gpu: FakeGpu, monkeypatch: pytest.M
     def launch(handle: int, grid: Any, block: Any, smem: int, stream: int, params_address: int) -> None:
         addresses[threading.get_ident()] = params_address
         meet.wait(10)  # all threads are in the driver at once
-        inside.append(fake_gpu.read_block(params_address)["q"])
+        inside.append(gpu.read(handle, params_address)["q"])
 
     q, k, v = arrays(gpu)
     cuflash.attention(q, k, v)

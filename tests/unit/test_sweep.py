@@ -43,12 +43,16 @@ def test_the_command_line_names_problem_and_configs(sweep, monkeypatch):
     assert named["block_n=48"] == dataclasses.replace(named["table"], block_n=48)
 
 
+@pytest.mark.parametrize(
+    ("arch", "capability", "changes"),
+    [("sm_80", (8, 0), {"block_m": 64, "ctas": 1}), ("sm_90a", (9, 0), {"block_m": 64, "stages": 2})],
+)
 @pytest.mark.parametrize("mask", ["full", "causal"])
-def test_each_config_is_launched_and_checked(sweep, monkeypatch, mask):
-    gpu = fake_gpu.install(monkeypatch)
+def test_each_config_is_launched_and_checked(sweep, monkeypatch, mask, arch, capability, changes):
+    gpu = fake_gpu.install(monkeypatch, capability=capability)
     monkeypatch.setattr(sweep, "load_prebuilt", lambda root, key: codes[key.symbol])
-    problem = AttentionProblem(64, 64, "bfloat16", mask, 16, False, "sm_90")
-    named = sweep.candidates(problem, [{"block_m": 64, "ctas": 1}])
+    problem = AttentionProblem(64, 64, "bfloat16", mask, 16, False, arch)
+    named = sweep.candidates(problem, [changes])
     codes = {kernels.symbol(problem, c): gpu.obtain_code(problem, c, None, ptx=False)[0] for c in named.values()}
     try:
         contenders = {name: sweep.Contender(problem, config, Path()) for name, config in named.items()}

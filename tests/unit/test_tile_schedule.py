@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cuflash.config import KernelConfig
+from cuflash.config import Sm80Config
 from cuflash.reference import tile_schedule
 from tests.oracle import DTYPES, assert_accurate, assert_lse, measure, oracle, randn, unit_roundoff
 
-SMALL = KernelConfig("forward_sm80", block_m=32, block_n=16, warps=2, stages=2, q_registers=0, ctas=1)
-REAL = KernelConfig("forward_sm80", block_m=128, block_n=64, warps=4, stages=2, q_registers=0, ctas=2)
+SMALL = Sm80Config(block_m=32, block_n=16, warps=2, stages=2, q_registers=0, ctas=1)
+REAL = Sm80Config(block_m=128, block_n=64, warps=4, stages=2, q_registers=0, ctas=2)
 CAUSAL = (False, "bottom_right", "top_left")
 HALF = ("float16", "bfloat16")
 
