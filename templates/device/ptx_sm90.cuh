@@ -50,6 +50,10 @@ DEVICE void tma_load(u32 dst, const TensorMap* map, u32 bar, int column, int row
     asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], [%2];"
                  :: "r"(dst), "l"(map), "r"(bar), "r"(column), "r"(row), "r"(head), "r"(batch) : "memory");
 }
+// Into the L2 only.
+DEVICE void tma_prefetch(const TensorMap* map, int column, int row, int head, int batch) {
+    asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global [%0, {%1, %2, %3, %4}];" :: "l"(map), "r"(column), "r"(row), "r"(head), "r"(batch) : "memory");
+}
 DEVICE void tma_store(const TensorMap* map, u32 src, int column, int row, int head, int batch) {
     asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];"
                  :: "l"(map), "r"(src), "r"(column), "r"(row), "r"(head), "r"(batch) : "memory");

@@ -36,16 +36,24 @@ struct RingPosition {
     }
 };
 
-// Work tile `tile` of a persistent kernel. The order is that of the grid above: query heads of a section side by side, the
-// last query tile first, then the next section; the last section may be smaller.
-DEVICE WorkTile persistent_tile(int tile, int section, int m_tiles, int batch_heads, int heads, int group) {
-    const int first_head = tile / (section * m_tiles) * section;
-    const int width = min_int(section, batch_heads - first_head), within = tile - first_head * m_tiles;
-    WorkTile work;
-    work.m_tile = m_tiles - 1 - within / width;
-    work.batch_head = first_head + within % width;
-    work.batch = work.batch_head / heads;
-    work.head = work.batch_head % heads;
-    work.kv_head = work.head / group;
-    return work;
-}
+// How a persistent kernel numbers its work tiles. The order is that of the grid above: query heads of a section side by side, the last query tile
+// first, then the next section; the last section may be smaller.
+struct TileOrder {
+    FastDiv section_tiles;   // query tiles of all heads of a section
+    FastDiv section;         // query heads
+    FastDiv last_section;    // query heads of the last one
+    FastDiv heads, group;
+    int m_tiles, batch_heads;
+    DEVICE WorkTile tile(int index) const {
+        const int at = section_tiles.divide(index), first_head = at * (int)section.divisor, within = index - at * (int)section_tiles.divisor;
+        const bool whole = first_head + (int)section.divisor <= batch_heads;
+        const int row = whole ? section.divide(within) : last_section.divide(within);
+        WorkTile work;
+        work.m_tile = m_tiles - 1 - row;
+        work.batch_head = first_head + within - row * (int)(whole ? section.divisor : last_section.divisor);
+        work.batch = heads.divide(work.batch_head);
+        work.head = work.batch_head - work.batch * (int)heads.divisor;
+        work.kv_head = group.divide(work.head);
+        return work;
+    }
+};

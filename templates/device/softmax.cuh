@@ -110,18 +110,31 @@ struct OnlineSoftmax {
 
     // New rows, whose first scores these are; O, which may still be that of the rows before, is not touched.
     DEVICE void begin(Scores& s, float scale) {
+        float top[kRowBlocks][2];
+        bool all_positive = true, any_large = false;
+        #pragma unroll
+        for (int w = 0; w < kRowBlocks; w++)
+            #pragma unroll
+            for (int r = 0; r < 2; r++) {
+                top[w][r] = quad_max(bits_float(top_bits(s[w], r)));
+                all_positive &= top[w][r] > 0.f;
+            }
+        if (warp_any(!all_positive)) {
+            #pragma unroll
+            for (int w = 0; w < kRowBlocks; w++)
+                #pragma unroll
+                for (int r = 0; r < 2; r++) top[w][r] = quad_max(row_max(s[w], r));
+        }
         const u32 references = thread_references();
-        bool any_large = false;
         warp_sync();   // every lane has read the totals of the rows before
         #pragma unroll
         for (int w = 0; w < kRowBlocks; w++)
             #pragma unroll
             for (int r = 0; r < 2; r++) {
-                const float top = quad_max(row_max(s[w], r));
-                st_shared_f32(references + row_offset(w, r), top);
+                st_shared_f32(references + row_offset(w, r), top[w][r]);
                 sum[w][r] = 0.f;
-                exponent[w][r] = exponent_of(top, scale);
-                any_large |= is_large(top, scale);
+                exponent[w][r] = exponent_of(top[w][r], scale);
+                any_large |= is_large(top[w][r], scale);
             }
         if (warp_any(any_large)) subtract_large(s, scale, references);
     }
@@ -211,7 +224,7 @@ private:
     }
 
     DEVICE static bool is_large(float reference, float scale) {
-        return reference != minus_infinity() && !(fabsf(mul_f32(reference, scale)) < kLargeProduct);
+        return (reference != minus_infinity()) & !(fabsf(mul_f32(reference, scale)) < kLargeProduct);
     }
 
     DEVICE static float row_max(const float (&s)[kColumns / 2], int r) {
