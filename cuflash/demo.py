@@ -31,7 +31,7 @@ GPU_CASES = tuple(
     for head_dim, causal in ((64, False), (128, False), (128, True), (256, True))
 )
 CPU_CASE_SHAPE = (1, 2048, 8, 64)
-PLANNED_ARCHES = ("sm_80", "sm_90")
+PLANNED_ARCHES = ("sm_80", "sm_90a")
 PLANNED: tuple[tuple[int, Mask], ...] = ((64, "full"), (128, "causal"), (256, "full"))
 TIMED_CALLS = 10
 

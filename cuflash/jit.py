@@ -283,9 +283,9 @@ class TensorGeometry(NamedTuple):
 
 NO_COUNTER = 0
 
-_places: dict[tuple[CallPlan, int, int, int, int], tuple[bytes, bytes, bytes, bytes]] = {}
+_places: dict[tuple[CallPlan, int, int, int, int], bytes] = {}
 _tensor_maps: dict[tuple[TensorGeometry, int], bytes] = {}
-"""Tensor maps of what was launched lately: by a plan's four addresses, and by array. Readers need no lock."""
+"""Tensor maps of what was launched lately: all four by a plan's addresses, and each. Readers need no lock."""
 
 
 class TmaPlan(CallPlan):
@@ -314,13 +314,13 @@ class TmaPlan(CallPlan):
         # A dynamic order needs a counter that no other launch in flight has; without one the order is the static one.
         ((grid, tail),) = self.launches
         buffer = _buffers.of_device.get(self.device) or _buffers.new(self.device)
-        _pack_sm90(buffer.block, 0, *maps, out, lse, NO_COUNTER, tail)
+        _pack_sm90(buffer.block, 0, maps, out, lse, NO_COUNTER, tail)
         driver.launch(self._handle, grid, self._block, self._smem_bytes, stream, buffer.address)
 
-    def _encode(self, q: int, k: int, v: int, out: int) -> tuple[bytes, bytes, bytes, bytes]:
-        of_q, of_k, of_v, of_out = map(_tensor_map, self._geometry, (q, k, v, out))
-        _keep(_places, (self, q, k, v, out), (of_q, of_k, of_v, of_out), MAX_PLACES)
-        return of_q, of_k, of_v, of_out
+    def _encode(self, q: int, k: int, v: int, out: int) -> bytes:
+        maps = b"".join(map(_tensor_map, self._geometry, (q, k, v, out)))
+        _keep(_places, (self, q, k, v, out), maps, MAX_PLACES)
+        return maps
 
 
 def _tensor_map(geometry: TensorGeometry, address: int) -> bytes:
@@ -349,11 +349,7 @@ def make_plan(request: Request) -> CallPlan:
 
 def _plan_sm80(request: Request, loaded: LoadedKernel) -> CallPlan:
     grid = kernels.forward_grid(loaded.problem, loaded.config, *sizes_of(request))
-    values = _common_values(request) | {
-        "heads": fast_div(request.heads),
-        "group": fast_div(request.heads // request.heads_k),
-        "m_tiles": grid.m_tiles,
-    }
+    values = _common_values(request) | {"m_tiles": grid.m_tiles}
     for name in ("q", "k", "v", "out"):
         for axis, stride in zip(("batch", "seq", "head", "dim"), request.strides[name], strict=True):
             values[f"{name}_{axis}_stride"] = stride
@@ -367,10 +363,10 @@ def _plan_sm90(request: Request, loaded: LoadedKernel) -> CallPlan:
     multiprocessors = driver.device_properties(request.device).multiprocessors
     grid = kernels.persistent_grid(loaded.problem, loaded.config, *sizes_of(request), multiprocessors)
     values = _common_values(request) | {
-        "heads": request.heads,
-        "group": request.heads // request.heads_k,
+        "section_tiles": fast_div(grid.section * grid.m_tiles),
+        "section": fast_div(grid.section),
+        "last_section": fast_div(grid.last_section),
         "m_tiles": grid.m_tiles,
-        "section": grid.section,
         "tiles": grid.tiles,
     }
     for axis, stride in zip(("batch", "seq", "head"), request.strides["out"], strict=False):
@@ -405,6 +401,8 @@ def _common_values(request: Request) -> dict[str, Any]:
     """What the parameter blocks of all families have of a request."""
     scale_log2 = request.scale * LOG2_E
     return {
+        "heads": fast_div(request.heads),
+        "group": fast_div(request.heads // request.heads_k),
         "batch_heads": request.batch * request.heads,
         "seqlen_q": request.seqlen_q,
         "seqlen_k": request.seqlen_k,

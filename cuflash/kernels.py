@@ -178,6 +178,11 @@ class PersistentGrid(NamedTuple):
     tiles: int
     blocks: int
 
+    @property
+    def last_section(self) -> int:
+        """Query heads of the last section."""
+        return (self.tiles // self.m_tiles - 1) % self.section + 1
+
 
 def persistent_grid(
     problem: AttentionProblem,

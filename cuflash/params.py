@@ -75,9 +75,14 @@ class ParameterBlock:
 
     @cached_property
     def launch_block(self) -> struct.Struct:
-        """Packs a launch: the values of the ``per_launch`` fields, then the tail."""
-        head = "".join(f.type.format for f in self.fields[: self.per_launch])
-        return struct.Struct(f"<{head}{self.size - self.tail_offset}s")
+        """Packs a launch: the values of the ``per_launch`` fields, then the tail.
+
+        Tensor maps, which are the first fields where there are any, count as one value: all their bytes.
+        """
+        maps = sum(f.type is TENSOR_MAP for f in self.fields)
+        head = [f"{maps * TENSOR_MAP.size}s"] if maps else []
+        head += [f.type.format for f in self.fields[maps : self.per_launch]]
+        return struct.Struct(f"<{''.join(head)}{self.size - self.tail_offset}s")
 
     def pack(self, values: Mapping[str, int | float | bytes | tuple[int, ...]]) -> bytes:
         """The block's bytes; ``values`` must name every field and no other."""
@@ -141,11 +146,13 @@ FORWARD_SM90 = ParameterBlock(
         Field("lse", POINTER, "null: not wanted"),
         Field("tile_counter", POINTER, "null: static order"),
         *(Field(f"out_{axis}_stride", I64, "in elements") for axis in ("batch", "seq", "head")),
-        Field("heads", I32, "query heads"),
-        Field("group", I32, "query heads per key/value head"),
+        Field("heads", FAST_DIV, "query heads"),
+        Field("group", FAST_DIV, "query heads per key/value head"),
+        Field("section_tiles", FAST_DIV, "query tiles of a section's heads"),
+        Field("section", FAST_DIV, "query heads that share the L2"),
+        Field("last_section", FAST_DIV, "query heads of the last section"),
         Field("batch_heads", I32, "batch * query heads"),
         Field("m_tiles", I32, "query tiles of a head"),
-        Field("section", I32, "query heads that share the L2"),
         Field("tiles", I32, "query tiles of all heads"),
         Field("seqlen_q", I32, ""),
         Field("seqlen_k", I32, ""),

@@ -15,31 +15,39 @@ import pytest
 
 from cuflash import kernels
 from cuflash.arch import ARCHES
-from cuflash.compiler import Compiled
+from cuflash.cli.dump import disassemble, find_disassembler
+from cuflash.compiler import Compiled, to_ptx
+from cuflash.config import Sm90Config
 from cuflash.problem import AttentionProblem
+from cuflash.render import render
 from tests.compile.shipped import compile_shipped, every_problem, label, pairs, pairwise
 from tests.tiny import require_nvrtc
 
 WARP_REGISTERS = 256
 """Registers are handed out to warps in steps of this many."""
+HOPPER_SECONDS = 3.0
+"""CPU time that a Hopper kernel may take to compile."""
 BLOCK_RESERVE = 1024
 """Bytes of shared memory that the driver takes for each thread block."""
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if "problem" in metafunc.fixturenames:
+    for name in {"problem", "hopper_problem"} & set(metafunc.fixturenames):
         problems = every_problem()
         if not metafunc.config.getoption("--all-kernels", default=False):
             problems = pairwise(problems)
-        metafunc.parametrize("problem", problems, ids=label)
+        if name == "hopper_problem":
+            problems = [problem for problem in problems if problem.arch == "sm_90a"]
+        metafunc.parametrize(name, problems, ids=label)
 
 
 @pytest.fixture(scope="session")
 def compilations(request):
     """Compiles the problems of all selected tests, two at a time; results come as they are asked for."""
     require_nvrtc()
-    calls = [getattr(item, "callspec", None) for item in request.session.items]
-    problems = dict.fromkeys(call.params["problem"] for call in calls if call and "problem" in call.params)
+    calls = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
+    names = ("problem", "hopper_problem")
+    problems = dict.fromkeys(params[name] for params in calls for name in names if name in params)
     workers = min(os.cpu_count() or 1, 8)
     pool = ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn"))
     futures: dict[AttentionProblem, Future[Compiled]] = {p: pool.submit(compile_shipped, p) for p in problems}
@@ -56,10 +64,26 @@ def test_a_kernel_keeps_its_budgets(problem, compilations):
     assert (compiled.spill_bytes, compiled.stack_bytes) == (0, 0)
     assert 0 < compiled.registers <= arch.registers_per_thread
     per_warp = -(-compiled.registers * 32 // WARP_REGISTERS) * WARP_REGISTERS
-    assert per_warp * config.warps * config.ctas <= arch.registers_per_sm
+    assert per_warp * (config.threads // 32) * config.ctas <= arch.registers_per_sm
     smem_bytes = config.smem_bytes(problem) + compiled.static_smem
     assert smem_bytes <= arch.smem_per_block
     assert (smem_bytes + BLOCK_RESERVE) * config.ctas <= arch.smem_per_sm
+
+
+@pytest.mark.compile
+def test_a_hopper_kernel_uses_its_own_instructions(hopper_problem, compilations):
+    compiled = compilations[hopper_problem].result()
+    config = kernels.select_config(hopper_problem)
+    assert isinstance(config, Sm90Config)
+    assert "wgmma" not in compiled.log, "ptxas serialises wgmma (C7510 and others)"
+    # What a block has at its start, evenly shared; setmaxnreg moves registers from the producer to the consumers.
+    assert compiled.registers <= {256: 255, 384: 168, 512: 128}[config.threads]
+    assert compiled.seconds <= HOPPER_SECONDS
+    program = find_disassembler()
+    code = disassemble(program, compiled.cubin) if program else to_ptx(render(hopper_problem, config))
+    for instruction in ("HGMMA", "UTMALDG") if program else ("wgmma.mma_async", "cp.async.bulk.tensor"):
+        assert instruction in code
+    assert ("UTMASTG" if program else "cp.async.bulk.tensor.4d.global") in code or not config.tma_store
 
 
 def test_the_subset_meets_every_pair():
@@ -67,6 +91,7 @@ def test_the_subset_meets_every_pair():
     chosen = pairwise(problems)
     assert set(chain(*map(pairs, chosen))) == set(chain(*map(pairs, problems)))
     assert len(chosen) < len(problems) / 4
+    assert {problem.arch for problem in chosen} == set(ARCHES)
     assert set(chosen) <= set(problems)
 
 

@@ -305,14 +305,16 @@ def _grid_work(launch: Launch) -> list[WorkTile]:
 def _persistent_work(launch: Launch) -> list[WorkTile]:
     """In the order of the tiles; which block takes which does not matter."""
     p, work = launch.params, []
+    heads, group, section_tiles, section, last_section = (
+        p[name][2] for name in ("heads", "group", "section_tiles", "section", "last_section")
+    )
     assert launch.grid[1:] == (1, 1) and launch.grid[0] <= p["tiles"] == p["m_tiles"] * p["batch_heads"]
     assert p["tile_counter"] == 0
     for tile in range(p["tiles"]):
-        first_head = tile // (p["section"] * p["m_tiles"]) * p["section"]
-        width = min(p["section"], p["batch_heads"] - first_head)
-        row, column = divmod(tile - first_head * p["m_tiles"], width)
-        batch, head = divmod(first_head + column, p["heads"])
-        work.append(WorkTile(batch, head, head // p["group"], first_head + column, p["m_tiles"] - 1 - row))
+        first_head, within = tile // section_tiles * section, tile % section_tiles
+        row, column = divmod(within, section if first_head + section <= p["batch_heads"] else last_section)
+        batch, head = divmod(first_head + column, heads)
+        work.append(WorkTile(batch, head, head // group, first_head + column, p["m_tiles"] - 1 - row))
     return work
 
 

@@ -242,6 +242,34 @@ def test_traffic_follows_the_launch_and_the_device():
     assert e.hbm_bytes == 2 * 128 * 2 * 2 * (x.shape[1] + keys)
 
 
+@pytest.mark.parametrize("arch", ["sm_90", "sm_90a"])
+def test_a_hopper_device_takes_its_own_kernels(arch):
+    """Both names stand for the device; where TMA cannot take the call, the Ampere-style kernel runs there."""
+    q, k, v = arrays()
+    e = cuflash.explain(q, k, v, arch=arch)
+    assert e.kernel.problem.arch == "sm_90a" and e.kernel.family == "forward_sm90"
+    assert e.kernel.grid == ((16, 1, 1),)  # 2 x 4 heads of 2 query tiles, on fewer than 132 multiprocessors
+    assert "16 x 1 x 1 blocks of 512 threads" in str(e) and "planned for sm_90;" in str(e)
+    assert "compiled for sm_90a" in str(e) and "3 consumer warpgroups in turns" in str(e)
+    reversed_keys = cuflash.explain(q, k[:, ::-1], v, arch=arch)
+    assert reversed_keys.kernel.problem.arch == "sm_90"
+    assert "TMA cannot take the seq stride of k" in str(reversed_keys)
+    assert reversed_keys.kernel.grid != e.kernel.grid
+
+
+def test_traffic_of_a_persistent_kernel_follows_its_order():
+    """K and V exceed the H200's L2: once per wave of 132 blocks, of as many heads as are side by side."""
+    x = np.broadcast_to(np.float16(0), (1, 1 << 18, 2, 128)).copy()
+    e = cuflash.explain(x, x, x, causal=True, arch="sm_90")
+    config = e.kernel.config
+    assert e.kernel.grid == ((132, 1, 1),) and e.kernel.schedule.section == 1
+    tiles = x.shape[1] // config.block_m
+    keys = sum(config.block_m * last for last in range(tiles, 0, -132))
+    assert e.hbm_bytes == 2 * 128 * 2 * 2 * (x.shape[1] + keys)
+    small = cuflash.explain(*arrays(seq=4096, heads=8), causal=True, arch="sm_90")
+    assert small.kernel.schedule.section == 16 and small.hbm_bytes == 4 * 2 * 2 * 4096 * 8 * 64
+
+
 def test_a_wrong_target_is_an_error_not_a_refusal():
     with pytest.raises(ValueError, match=r"sm_75.*accepted are sm_80"):
         cuflash.explain(*arrays(), arch="sm_75")

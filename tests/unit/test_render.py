@@ -32,6 +32,19 @@ NEIGHBOURS = [
         {"arch": "sm_86"},
     )
 ]
+HOPPER = replace(PROBLEM, arch="sm_90a")
+HOPPER_NEIGHBOURS = [
+    replace(HOPPER, **change)
+    for change in (
+        {},
+        {"head_dim": 64},
+        {"head_dim_v": 64},
+        {"head_dim": 256},
+        {"dtype": "float16"},
+        {"mask": "full"},
+        {"scale_first": True},
+    )
+]
 
 
 def rendered(problem=PROBLEM):
@@ -133,14 +146,47 @@ def test_the_text_states_its_problem_and_config(problem):
     assert source.text.count(f" {source.symbol}(") == 1
 
 
-def test_every_field_of_a_problem_changes_what_is_compiled():
-    sources = [rendered(problem) for problem in NEIGHBOURS]
+@pytest.mark.parametrize("problem", HOPPER_NEIGHBOURS, ids=lambda p: "-".join(map(str, asdict(p).values())))
+def test_the_text_of_a_hopper_kernel_states_its_problem_and_config(problem):
+    config, source = kernels.select_config(problem), rendered(problem)
+    assert source.text.startswith(f"// {source.symbol}\n") and source.symbol.startswith("cuflash_fwd_sm90_")
+    assert source.options[0] == "-arch=sm_90a"
+    banner = source.text[: source.text.index("constexpr")]
+    for region in config.smem(problem):
+        assert re.search(rf"{region.offset} \.\. +{region.offset + region.size}  {region.name}\n", banner)
+    constants = dict(re.findall(r"constexpr (?:int|bool|float) (k\w+) = (\w+);", source.text))
+    expected = {
+        "kHeadDim": problem.head_dim,
+        "kHeadDimV": problem.head_dim_v,
+        "kBlockM": config.block_m,
+        "kBlockN": config.block_n,
+        "kStages": config.stages,
+        "kSlack": config.slack,
+        "kScaleFirst": str(problem.scale_first).lower(),
+        "kBf16": str(problem.dtype == "bfloat16").lower(),
+        "kConsumers": config.consumers,
+        "kQStages": config.q_stages,
+        "kPingPong": str(config.ping_pong).lower(),
+        "kTmaStore": str(config.tma_store).lower(),
+        "kDynamic": str(config.dynamic).lower(),
+        "kExact": str(config.exact).lower(),
+        "kProducerRegisters": config.producer_registers,
+        "kConsumerRegisters": config.consumer_registers,
+    }
+    assert {name: str(value) for name, value in expected.items()}.items() <= constants.items()
+    assert source.text.count(f" {source.symbol}(") == 1
+
+
+@pytest.mark.parametrize("neighbours", [NEIGHBOURS, HOPPER_NEIGHBOURS], ids=["sm_80", "sm_90"])
+def test_every_field_of_a_problem_changes_what_is_compiled(neighbours):
+    sources = [rendered(problem) for problem in neighbours]
     for one, other in combinations(sources, 2):
         assert (one.text, one.options) != (other.text, other.options)
 
 
-def test_sources_are_hermetic():
-    source = rendered()
+@pytest.mark.parametrize("problem", [PROBLEM, HOPPER], ids=["sm_80", "sm_90"])
+def test_sources_are_hermetic(problem):
+    source = rendered(problem)
     texts = {source.program_name: source.text, **source.headers}
     included = {name for text in texts.values() for name in re.findall(r"#include\s+(\S+)", text)}
     # B-133, B-134: no header of a toolkit, so none can be missing or of another version.
@@ -177,7 +223,20 @@ problems = st.builds(
 )
 
 
-@given(problems)
+multiples_of_8 = st.integers(1, 32).map(lambda i: 8 * i)
+hopper_problems = st.builds(
+    AttentionProblem,
+    multiples_of_8,
+    multiples_of_8,
+    st.sampled_from(["float16", "bfloat16"]),
+    st.sampled_from(["full", "causal"]),
+    st.just(16),
+    st.booleans(),
+    st.just("sm_90a"),
+)
+
+
+@given(problems | hopper_problems)
 def test_every_problem_renders_and_tells_the_same_twice(problem):
     source = rendered(problem)
     assert source == rendered(problem)
