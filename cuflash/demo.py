@@ -76,7 +76,7 @@ def demo_gpu(screen: Screen) -> None:
             "device": properties.name,
             "multiprocessors": f"{properties.multiprocessors} at up to {properties.clock_hz / 1e6:.0f} MHz",
             "memory": f"{size(properties.memory_bytes)} at {metric(properties.memory_bytes_per_second, 'B/s')}",
-            "kernels for": jit.device_arch(0).name,
+            "kernels for": " and ".join(kernels.device_targets(jit.device_arch(0).name)),
         }
     )
     with cupy.cuda.Device(0):

@@ -76,10 +76,10 @@ def device_items() -> dict[str, str]:
 
 
 def target_text(ordinal: int) -> str:
-    from .. import jit
+    from .. import jit, kernels
 
     try:
-        return f"kernels for {jit.device_arch(ordinal).name}"
+        return f"kernels for {' and '.join(kernels.device_targets(jit.device_arch(ordinal).name))}"
     except UnsupportedError as error:
         return f"not usable: {error}"
 

@@ -19,7 +19,7 @@ WHOLE_RUN = 200
 @pytest.fixture(scope="session", autouse=True)
 def _kernels(request: pytest.FixtureRequest, shared_cache: Path) -> None:
     from cuflash.build import build
-    from cuflash.kernels import select_config, shipped_problems
+    from cuflash.kernels import device_targets, select_config, shipped_problems
     from cuflash.problem import AttentionProblem
     from cuflash.settings import read_settings
 
@@ -27,12 +27,13 @@ def _kernels(request: pytest.FixtureRequest, shared_cache: Path) -> None:
     if len(running) < WHOLE_RUN or "PYTEST_XDIST_WORKER" in os.environ or not read_settings().jit:
         return
     faulthandler.cancel_dump_traceback_later()  # minutes, where cores are few; not what the first test may take
-    arch = target()
-    problems = set(shipped_problems(arch)) | {
-        AttentionProblem(d, dv, dtype, mask, min(16, 2 * math.gcd(d, dv, 8)), False, arch)  # type: ignore[arg-type]
-        for index, (d, dv) in enumerate(HEAD_DIMS)
-        for dtype, mask in zip(DTYPES, ("full", "causal") if index % 2 == 0 else ("causal", "full"), strict=True)
-    }
+    problems = {problem for arch in device_targets(target()) for problem in shipped_problems(arch)}
+    for index, (d, dv) in enumerate(HEAD_DIMS):
+        access_bytes = min(16, 2 * math.gcd(d, dv, 8))
+        arch = device_targets(target(), access_bytes)[-1]
+        masks = ("full", "causal") if index % 2 == 0 else ("causal", "full")
+        for dtype, mask in zip(DTYPES, masks, strict=True):
+            problems.add(AttentionProblem(d, dv, dtype, mask, access_bytes, False, arch))  # type: ignore[arg-type]
     failed = [
         built for built in build([(p, select_config(p)) for p in problems], shared_cache / "cuflash") if built.error
     ]

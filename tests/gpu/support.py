@@ -117,7 +117,7 @@ def swap_layout(x: Array) -> Array:
 
 
 def target() -> str:
-    """The compile target of the current device."""
+    """The compile target that names the current device."""
     import cupy as cp
 
     from cuflash.arch import arch_for
@@ -128,11 +128,12 @@ def target() -> str:
 
 def tile(d: int, dv: int, dtype: str, causal: object, access_bytes: int = 16) -> tuple[int, int]:
     """(block_m, block_n) of the kernel that such a call takes on this device."""
-    from cuflash.kernels import select_config
+    from cuflash.kernels import device_targets, select_config
     from cuflash.problem import AttentionProblem
 
     mask = "causal" if causal else "full"
-    config = select_config(AttentionProblem(d, dv, dtype, mask, access_bytes, False, target()))  # type: ignore[arg-type]
+    arch = device_targets(target(), access_bytes)[-1]
+    config = select_config(AttentionProblem(d, dv, dtype, mask, access_bytes, False, arch))  # type: ignore[arg-type]
     return config.block_m, config.block_n
 
 

@@ -385,6 +385,17 @@ def test_info_tells_versions_and_switches(capsys, monkeypatch):
         assert word in out
 
 
+@pytest.mark.parametrize(
+    ("capability", "words"),
+    [((8, 0), "kernels for sm_80"), ((9, 0), "kernels for sm_90 and sm_90a"), ((7, 5), "not usable")],
+)
+def test_info_names_the_targets_of_a_device(monkeypatch, capability, words):
+    from cuflash.cli import info
+
+    monkeypatch.setattr("cuflash.driver.device_compute_capability", lambda ordinal: capability)
+    assert info.target_text(0).startswith(words)
+
+
 def test_info_lists_every_switch_of_the_settings():
     from cuflash import settings
     from cuflash.cli import info

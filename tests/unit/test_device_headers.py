@@ -14,8 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cuflash.arch.sm80 import FORWARD
+from cuflash.arch.sm90 import FORWARD as FORWARD_SM90
 from cuflash.checks import MAX_BATCH_HEADS, MAX_LENGTH
-from cuflash.kernels import MAX_GRID_YZ, forward_grid
+from cuflash.kernels import MAX_GRID_YZ, forward_grid, persistent_grid
 from cuflash.params import fast_div
 from cuflash.problem import AttentionProblem
 from cuflash.render import template_root
@@ -65,6 +66,11 @@ extern "C" int last_visible(int seqlen_k, int offset, int q, int kv0) {
 extern "C" void tile(int x, int y, int z, int section, int m_tiles, const FastDiv* heads, const FastDiv* group,
                      WorkTile* out) {
     *out = work_tile(x, y, z, section, m_tiles, *heads, *group);
+}
+
+extern "C" void persistent(const FastDiv* order, int m_tiles, int batch_heads, int tiles, WorkTile* out) {
+    const TileOrder numbering{order[0], order[1], order[2], order[3], order[4], m_tiles, batch_heads};
+    for (int i = 0; i < tiles; i++) out[i] = numbering.tile(i);
 }
 
 extern "C" int divide(const FastDiv* by, int n) { return by->divide(n); }
@@ -202,6 +208,29 @@ def test_every_tile_is_worked_on_once(
     assert seen == set(product(range(batch), range(heads), range(-(-seqlen_q // config.block_m))))
     section, m_tiles, _ = grid.launches[0][1]
     assert blocks < len(seen) + section * m_tiles, "less than a section of idle blocks"
+
+
+@given(st.integers(1, 5), st.integers(1, 4), st.integers(1, 7), st.integers(1, 1500), st.integers(0, 10**7), MASKS)
+@settings(deadline=None)
+def test_a_persistent_kernel_takes_the_tiles_in_the_order_of_the_grid(
+    device: ctypes.CDLL, batch: int, kv_heads: int, group: int, seqlen_q: int, seqlen_k: int, mask: str
+) -> None:
+    """Every tile once; sections one after the other, in each the last query tiles of all heads first."""
+    heads, config = kv_heads * group, FORWARD_SM90[0].config
+    sizes = (batch * heads, group, seqlen_q, seqlen_k)
+    grid = persistent_grid(problem(mask), config, *sizes, multiprocessors=132)
+    divisors = (grid.section * grid.m_tiles, grid.section, grid.last_section, heads, group)
+    order = (FastDiv * 5)(*(FastDiv(*fast_div(n)) for n in divisors))
+    tiles = (WorkTile * grid.tiles)()
+    device.persistent(order, grid.m_tiles, batch * heads, grid.tiles, tiles)
+    for tile in tiles:
+        assert (tile.batch, tile.head) == divmod(tile.batch_head, heads) and tile.kv_head == tile.head // group
+    assert [(tile.batch_head, tile.m_tile) for tile in tiles] == [
+        (head, m_tile)
+        for first in range(0, batch * heads, grid.section)
+        for m_tile in reversed(range(-(-seqlen_q // config.block_m)))
+        for head in range(first, min(first + grid.section, batch * heads))
+    ]
 
 
 @pytest.mark.parametrize("mask", ["full", "causal"])
