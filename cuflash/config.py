@@ -177,6 +177,8 @@ class Sm90Config(KernelConfig):
     """
 
     family: ClassVar[str] = "forward_sm90"
+    work_stages: ClassVar[int] = 3
+    """Work tiles that are published at once: loaders run ahead of the consumers, and those of the storing thread."""
 
     q_stages: int
     ping_pong: bool
@@ -241,14 +243,15 @@ class Sm90Config(KernelConfig):
         """Q buffers (later the output's staging), K, V, softmax references, the published work tiles, mbarriers."""
         pitch_k, pitch_v = pitches(problem)
         pitch_q = max(pitch_k, pitch_v) if self.tma_store else pitch_k
-        # A barrier pair for each buffer of Q, K and V, and one for each consumer's part of O.
-        barriers = 2 * self.q_stages + 4 * self.stages + self.q_stages * self.consumers
+        # A pair for each published work tile and for each stage of K and of V; each consumer's part of each Q buffer
+        # has a pair, and one more for its O.
+        barriers = 2 * self.work_stages + 4 * self.stages + 3 * self.q_stages * self.consumers
         return [
             *((f"q{i}", self.block_m * pitch_q) for i in range(self.q_stages)),
             *((f"k{i}", self.block_n * pitch_k) for i in range(self.stages)),
             *((f"v{i}", self.block_n * pitch_v) for i in range(self.stages)),
             ("softmax_reference", self.block_m * 4),
-            ("work", 16 * self.q_stages),
+            ("work", 16 * self.work_stages),
             ("barriers", 8 * barriers),
         ]
 

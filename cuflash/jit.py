@@ -11,10 +11,10 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
-from . import driver, kernels
+from . import counters, driver, kernels
 from .arch import ARCHES, Arch, arch_for, needs_ptx
 from .arrays import ITEM_BYTES, Operand
-from .config import KernelConfig, round_up
+from .config import KernelConfig, Sm90Config, round_up
 from .errors import DriverError, MissingKernelError
 from .params import FORWARD_SM80, FORWARD_SM90, fast_div
 from .problem import AttentionProblem
@@ -111,8 +111,15 @@ def _load(problem: AttentionProblem, device: int) -> LoadedKernel:
         discard_code(problem, config, settings, ptx=ptx)
         compiled, origin = obtain_code(problem, config, settings, ptx=ptx)
         kernel = driver.load_kernel(compiled, smem_bytes, device)
+    if takes_counter(config):
+        counters.prepare(device)
     _code[problem, ptx] = compiled
     return LoadedKernel(kernel, problem, config, compiled, origin)
+
+
+def takes_counter(config: KernelConfig) -> bool:
+    """Whether a kernel draws its tiles from a counter."""
+    return isinstance(config, Sm90Config) and config.dynamic
 
 
 def find_code(
@@ -281,8 +288,6 @@ class TensorGeometry(NamedTuple):
     box_rows: int
 
 
-NO_COUNTER = 0
-
 _places: dict[tuple[CallPlan, int, int, int, int], bytes] = {}
 _tensor_maps: dict[tuple[TensorGeometry, int], bytes] = {}
 """Tensor maps of what was launched lately: all four by a plan's addresses, and each. Readers need no lock."""
@@ -297,7 +302,7 @@ class TmaPlan(CallPlan):
         Of q, k, v and out.
     """
 
-    __slots__ = ("_geometry",)
+    __slots__ = ("_counted", "_geometry")
 
     def __init__(
         self,
@@ -308,13 +313,14 @@ class TmaPlan(CallPlan):
     ) -> None:
         super().__init__(request, loaded, launches)
         self._geometry = geometry
+        self._counted = takes_counter(loaded.config)
 
     def launch(self, q: int, k: int, v: int, out: int, lse: int, stream: int) -> None:
         maps = _places.get((self, q, k, v, out)) or self._encode(q, k, v, out)
-        # A dynamic order needs a counter that no other launch in flight has; without one the order is the static one.
         ((grid, tail),) = self.launches
         buffer = _buffers.of_device.get(self.device) or _buffers.new(self.device)
-        _pack_sm90(buffer.block, 0, maps, out, lse, NO_COUNTER, tail)
+        counter = counters.take(self.device, stream) if self._counted else counters.NO_COUNTER
+        _pack_sm90(buffer.block, 0, maps, out, lse, counter, tail)
         driver.launch(self._handle, grid, self._block, self._smem_bytes, stream, buffer.address)
 
     def _encode(self, q: int, k: int, v: int, out: int) -> bytes:
@@ -371,7 +377,7 @@ def _plan_sm90(request: Request, loaded: LoadedKernel) -> CallPlan:
     }
     for axis, stride in zip(("batch", "seq", "head"), request.strides["out"], strict=False):
         values[f"out_{axis}_stride"] = stride
-    rows = {"q": loaded.config.block_m, "k": loaded.config.block_n, "v": loaded.config.block_n, "out": TMA_TILE_ROWS}
+    rows = {"q": TMA_TILE_ROWS, "k": loaded.config.block_n, "v": loaded.config.block_n, "out": TMA_TILE_ROWS}
     geometry = tuple(tensor_geometry(request, name, rows[name]) for name in rows)
     return TmaPlan(request, loaded, (((grid.blocks, 1, 1), FORWARD_SM90.pack_tail(values)),), geometry)
 

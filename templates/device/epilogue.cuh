@@ -13,10 +13,16 @@ DEVICE void normalise(float (&o)[kRowBlocks][kPerThread], float (&lse)[kRowBlock
         #pragma unroll
         for (int r = 0; r < 2; r++) {
             const float total = quad_sum(totals.sum[w][r]);
-            const float inverse = total == 0.f ? 0.f : rcp_approx(total);   // NaN stays NaN
+            const float inverse = rcp_approx(total);   // NaN stays NaN
             lse[w][r] = total == 0.f ? minus_infinity() : (totals.log2_factor[w][r] + log2_approx(total)) * kLn2;
             #pragma unroll
             for (int i = 0; i < kPerThread / 4; i++) { o[w][4 * i + 2 * r] *= inverse; o[w][4 * i + 2 * r + 1] *= inverse; }
+            if (warp_any(total == 0.f)) {   // not a product with 0: V may hold NaN where nobody looks
+                #pragma unroll
+                for (int i = 0; i < kPerThread / 4; i++)
+                    #pragma unroll
+                    for (int e = 0; e < 2; e++) o[w][4 * i + 2 * r + e] = total == 0.f ? 0.f : o[w][4 * i + 2 * r + e];
+            }
         }
 }
 

@@ -34,6 +34,7 @@ struct OnlineSoftmax {
 
     float exponent[kRowBlocks][2];   // reference * scale, rounded, or one of the two above
     float sum[kRowBlocks][2];        // over this thread's columns
+    int limit[kRowBlocks][2];        // for update_but_output: what the row's scores may reach, as limit_bits
     u32 reference_smem;              // the block's references, which only the exact path and the epilogue read
 
     DEVICE explicit OnlineSoftmax(u32 smem) : reference_smem(smem) {
@@ -54,7 +55,7 @@ struct OnlineSoftmax {
         #pragma unroll
         for (int w = 0; w < kRowBlocks; w++)
             #pragma unroll
-            for (int r = 0; r < 2; r++) raise |= exceeds(top_bits(s[w], r), (exponent[w][r] + kSlack) * inverse_scale);
+            for (int r = 0; r < 2; r++) raise |= top_bits(s[w], r) >= limit_bits(exponent[w][r], inverse_scale);
         if (!warp_any(raise)) return;
         float correction[kRowBlocks][2];
         if (raise_references(s, correction, scale)) {
@@ -72,16 +73,16 @@ struct OnlineSoftmax {
         for (int w = 0; w < kRowBlocks; w++)
             #pragma unroll
             for (int r = 0; r < 2; r++) {
-                const float limit = (exponent[w][r] + kSlack) * inverse_scale;
                 const int bits = top_bits(s[w], r);
-                raise |= exceeds(bits, limit);
-                exact |= !(limit >= 0.f);
+                raise |= bits >= limit[w][r];
+                exact |= limit[w][r] < 0;
                 top[w][r] = bits_float(bits);
             }
         if (!warp_any(raise)) return false;
-        if (!warp_any(exact) && raise_ordinary(top, scale, correction)) return true;
-        const bool any_seen = raise_references(s, correction, scale);
+        bool any_seen = true;
+        if (warp_any(exact) || !raise_ordinary(top, scale, correction)) any_seen = raise_references(s, correction, scale);
         rescale_sums(correction);
+        set_limits(inverse_scale);
         return any_seen;
     }
 
@@ -109,7 +110,7 @@ struct OnlineSoftmax {
     }
 
     // New rows, whose first scores these are; O, which may still be that of the rows before, is not touched.
-    DEVICE void begin(Scores& s, float scale) {
+    DEVICE void begin(Scores& s, float scale, float inverse_scale) {
         float top[kRowBlocks][2];
         bool all_positive = true, any_large = false;
         #pragma unroll
@@ -137,6 +138,7 @@ struct OnlineSoftmax {
                 any_large |= is_large(top[w][r], scale);
             }
         if (warp_any(any_large)) subtract_large(s, scale, references);
+        set_limits(inverse_scale);
     }
 
     DEVICE float probability(float score, float scale, int w, int r) const { return exp2_approx(fma_f32(score, scale, -exponent[w][r])); }
@@ -163,8 +165,17 @@ private:
         return top;
     }
 
-    // A limit that is negative or NaN answers true: raise_references is right for every row.
-    DEVICE static bool exceeds(int top_bits, float limit) { return top_bits >= (limit >= 0.f ? float_bits(limit) : (int)0x80000000); }
+    // What top_bits is compared with. A limit that is negative or NaN is exceeded by everything: raise_references is right for every row.
+    DEVICE static int limit_bits(float exponent, float inverse_scale) {
+        const float limit = (exponent + kSlack) * inverse_scale;
+        return limit >= 0.f ? float_bits(limit) : (int)0x80000000;
+    }
+    DEVICE void set_limits(float inverse_scale) {
+        #pragma unroll
+        for (int w = 0; w < kRowBlocks; w++)
+            #pragma unroll
+            for (int r = 0; r < 2; r++) limit[w][r] = limit_bits(exponent[w][r], inverse_scale);
+    }
 
     DEVICE static float exponent_of(float top, float scale) {
         return top == minus_infinity() ? kEmptyExponent : is_large(top, scale) ? kLargeExponent : mul_f32(top, scale);
@@ -193,7 +204,6 @@ private:
                 exponent[w][r] = max_f32(old, product);
                 correction[w][r] = exp2_approx(old - exponent[w][r]);
             }
-        rescale_sums(correction);
         return true;
     }
 

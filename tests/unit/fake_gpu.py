@@ -17,7 +17,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from cuflash import driver, jit, kernels
+from cuflash import counters, driver, jit, kernels
 from cuflash.compiler import Compiled
 from cuflash.config import KernelConfig, Sm90Config
 from cuflash.params import TENSOR_MAP, ParameterBlock
@@ -207,6 +207,8 @@ def _install_driver(monkeypatch: pytest.MonkeyPatch, gpu: FakeGpu) -> None:
     monkeypatch.setattr(driver, "launch", gpu.launch)
     monkeypatch.setattr(driver, "ensure_context", gpu.contexts.append)
     monkeypatch.setattr(driver, "encode_tensor_map", gpu.encode_tensor_map)
+    monkeypatch.setattr(counters, "prepare", lambda device: None)
+    monkeypatch.setattr(counters, "take", lambda device, stream: counters.NO_COUNTER)
     monkeypatch.setattr(driver, "device_properties", gpu.device_properties)
     monkeypatch.setattr(driver, "device_compute_capability", lambda device: gpu.capability)
     monkeypatch.setattr(driver, "device_count", lambda: 2)

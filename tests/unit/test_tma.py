@@ -221,7 +221,7 @@ def test_launch_parameters(gpu: FakeGpu) -> None:
     assert launch.grid == (gpu.multiprocessors, 1, 1) and launch.stream == 1234567
     p = launch.params
     made = fake_gpu.TensorMap
-    assert p["q_map"] == made(1 << 40, "bfloat16", (128, 300, 6, 2), (1536, 256, 300 * 1536), config.block_m)
+    assert p["q_map"] == made(1 << 40, "bfloat16", (128, 300, 6, 2), (1536, 256, 300 * 1536), 64)
     assert p["k_map"] == made(2 << 40, "bfloat16", (128, 500, 2, 2), (512, 256, 500 * 512), config.block_n)
     assert p["v_map"] == made(3 << 40, "bfloat16", (64, 500, 2, 2), (256, 128, 500 * 256), config.block_n)
     assert p["out_map"] == made(7 << 40, "bfloat16", (64, 300, 6, 2), (768, 128, 300 * 768), 64)
