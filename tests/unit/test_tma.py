@@ -348,7 +348,7 @@ def test_the_shared_memory_map() -> None:
     sizes = {region.name: region.size for region in config.smem(problem)}
     assert list(sizes) == ["q0", "q1", "k0", "k1", "v0", "v1", "softmax_reference", "work", "barriers"]
     assert sizes["q0"] == 128 * 384 and sizes["k1"] == 80 * 256 and sizes["v0"] == 80 * 384
-    assert (sizes["softmax_reference"], sizes["work"], sizes["barriers"]) == (512, 32, 8 * (4 + 8 + 4))
+    assert (sizes["softmax_reference"], sizes["work"], sizes["barriers"]) == (512, 48, 8 * (6 + 8 + 12))
     from_registers = dataclasses.replace(config, tma_store=False, q_stages=1)
     assert from_registers.smem(problem)[0].size == 128 * 256
     assert sum(sizes.values()) == config.smem_bytes(problem)
