@@ -33,7 +33,7 @@ def _row(
     config = Sm80Config(
         block_m=block_m, block_n=block_n, warps=warps, stages=2, q_registers=q, ctas=ctas, reason=reason
     )
-    return Row(arches, head_dim, masks, config)
+    return Row(arches, head_dim, head_dim, masks, config)
 
 
 FORWARD = (

@@ -18,26 +18,32 @@ SLACK: dict[Mask, int] = {"full": 2, "causal": 3}
 
 @dataclass(frozen=True, slots=True)
 class Row(Generic[Config]):
-    """The config of problems on ``arches``, under ``masks``, whose larger head dim is at most ``head_dim``."""
+    """The config of problems on ``arches``, under ``masks``, with D up to ``head_dim`` and Dv up to ``head_dim_v``."""
 
     arches: tuple[str, ...]
     head_dim: int
+    head_dim_v: int
     masks: tuple[Mask, ...]
     config: Config
 
 
 def row_for(table: Iterable[Row[Config]], problem: AttentionProblem) -> Row[Config]:
-    """The row with the smallest head dim that serves a problem.
+    """The row with the smallest head dims that serves a problem.
 
     Raises
     ------
     UnsupportedError
         There is none.
     """
-    head_dim = max(problem.head_dim, problem.head_dim_v)
     rows = [
-        row for row in table if problem.arch in row.arches and problem.mask in row.masks and head_dim <= row.head_dim
+        row
+        for row in table
+        if problem.arch in row.arches
+        and problem.mask in row.masks
+        and problem.head_dim <= row.head_dim
+        and problem.head_dim_v <= row.head_dim_v
     ]
     if not rows:
-        raise UnsupportedError(f"no tuning row for head dim {head_dim} on {problem.arch}: add one in cuflash/arch")
-    return min(rows, key=lambda row: row.head_dim)
+        dims = f"{problem.head_dim} and {problem.head_dim_v}"
+        raise UnsupportedError(f"no tuning row for head dims {dims} on {problem.arch}: add one in cuflash/arch")
+    return min(rows, key=lambda row: row.head_dim + row.head_dim_v)
