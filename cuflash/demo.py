@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from .cli.screen import Screen
 
 GPU_CASES = tuple(
-    Case(head_dim, causal, 4096, "bfloat16", 2, 2048 // head_dim)
+    Case.of(head_dim, causal, 4096, "bfloat16", batch=2)
     for head_dim, causal in ((64, False), (128, False), (128, True), (256, True))
 )
 CPU_CASE_SHAPE = (1, 2048, 8, 64)
@@ -80,7 +80,7 @@ def demo_gpu(screen: Screen) -> None:
         }
     )
     with cupy.cuda.Device(0):
-        pool = InputPool("bfloat16", elements=max(int(np.prod(case.shape)) for case in GPU_CASES))
+        pool = InputPool("bfloat16", GPU_CASES)
         xp = array_module()
         with screen.progress("running", len(GPU_CASES)) as advance:
             shown = []
@@ -156,7 +156,7 @@ def run_gpu_case(case: Case, pool: InputPool, xp: Any) -> Shown:
     from .api import attention
     from .bench.measure import CupyTimer, device_times
 
-    q, k, v, out = pool.arrays(case.shape)
+    q, k, v, out = pool.arrays(case)
 
     def call() -> object:
         return attention(q, k, v, causal=case.causal, out=out)

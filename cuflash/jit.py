@@ -350,6 +350,11 @@ def make_plan(request: Request) -> CallPlan:
     if request.rows == 0 or request.seqlen_k == 0:
         return CallPlan(request, None, ())
     loaded = kernel_for(kernels.problem_for(request, device_arch(request.device).name), request.device)
+    return plan_with(request, loaded)
+
+
+def plan_with(request: Request, loaded: LoadedKernel) -> CallPlan:
+    """Plan a GPU call that launches a kernel, which must be one for ``request.problem``."""
     return _PLANNERS[loaded.config.family](request, loaded)
 
 

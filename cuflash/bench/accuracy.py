@@ -81,16 +81,18 @@ def to_module(array: Any, xp: Any) -> Any:
 
 
 def errors(outputs: dict[str, Any], inputs: list[Any], causal: bool, xp: Any, heads: int = 4) -> dict[str, Error]:
-    """The error of each output, (batch, seq, heads, dim) arrays, on a sample of heads.
+    """The error of each output, (batch, seq, heads, dim) arrays, on a sample of query heads.
 
     NumPy on the host takes seconds for a long head: see ``array_module``.
     """
     batch, _, head_count, _ = inputs[0].shape
+    group = head_count // inputs[1].shape[2]
     squares = dict.fromkeys(outputs, 0.0)
     worst = {name: (-1.0, (0, 0, 0, 0)) for name in outputs}
     norm = 0.0
     for b, h in sampled_heads(batch, head_count, heads):
-        q_head, k_head, v_head = (to_module(a[b, :, h], xp) for a in inputs)
+        of_operands = zip(inputs, (h, h // group, h // group), strict=True)
+        q_head, k_head, v_head = (to_module(array[b, :, head], xp) for array, head in of_operands)
         exact = exact_head(q_head, k_head, v_head, causal, xp)
         norm += float((exact**2).sum())
         for name, output in outputs.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,33 +27,53 @@ class Case:
     dtype: Dtype
     batch: int
     heads: int
+    head_dim_v: int
+    heads_k: int
 
     @classmethod
-    def of(cls, head_dim: int, causal: bool, seqlen: int, dtype: Dtype) -> Case:
-        """The case with ``TOKENS`` tokens and ``WIDTH // head_dim`` heads."""
-        return cls(head_dim, causal, seqlen, dtype, max(1, TOKENS // seqlen), max(1, WIDTH // head_dim))
+    def of(
+        cls,
+        head_dim: int,
+        causal: bool,
+        seqlen: int,
+        dtype: Dtype,
+        *,
+        head_dim_v: int | None = None,
+        batch: int | None = None,
+        heads: int | None = None,
+        heads_k: int | None = None,
+    ) -> Case:
+        """By default ``TOKENS`` tokens and ``WIDTH // head_dim`` heads, as many of K and V, of one head dim."""
+        batch = batch or max(1, TOKENS // seqlen)
+        heads = heads or max(1, WIDTH // head_dim)
+        return cls(head_dim, causal, seqlen, dtype, batch, heads, head_dim_v or head_dim, heads_k or heads)
 
     @property
-    def shape(self) -> tuple[int, int, int, int]:
-        return (self.batch, self.seqlen, self.heads, self.head_dim)
+    def shapes(self) -> tuple[tuple[int, int, int, int], ...]:
+        """Of q, k, v and the output."""
+        sizes = (self.heads, self.head_dim), (self.heads_k, self.head_dim), (self.heads_k, self.head_dim_v)
+        return tuple((self.batch, self.seqlen, *size) for size in (*sizes, (self.heads, self.head_dim_v)))
 
     @property
     def flops(self) -> float:
-        """4 B H N N D, half of it under a causal mask: the convention of the FlashAttention papers."""
-        return 4.0 * self.batch * self.heads * self.seqlen**2 * self.head_dim / (2 if self.causal else 1)
+        """2 B H N N (D + Dv), half of it under a causal mask: the convention of the FlashAttention papers."""
+        dims = self.head_dim + self.head_dim_v
+        return 2.0 * self.batch * self.heads * self.seqlen**2 * dims / (2 if self.causal else 1)
 
     def tflops(self, milliseconds: float) -> float:
         return self.flops / milliseconds / 1e9
 
     def problem(self, arch: str) -> AttentionProblem:
-        """The kernel that the case needs."""
+        """The kernel for a target that the case needs."""
         return AttentionProblem(
-            self.head_dim, self.head_dim, self.dtype, "causal" if self.causal else "full", 16, False, arch
+            self.head_dim, self.head_dim_v, self.dtype, "causal" if self.causal else "full", 16, False, arch
         )
 
     def __str__(self) -> str:
+        dims = f"d{self.head_dim}" + (f"/{self.head_dim_v}" if self.head_dim_v != self.head_dim else "")
+        heads = f"H {self.heads}" + (f" over {self.heads_k}" if self.heads_k != self.heads else "")
         mask = "causal" if self.causal else "full"
-        return f"{self.dtype} d{self.head_dim} {mask} N {self.seqlen} (B {self.batch}, H {self.heads})"
+        return f"{self.dtype} {dims} {mask} N {self.seqlen} (B {self.batch}, {heads})"
 
 
 def numpy_dtype(name: str) -> np.dtype[Any]:
@@ -68,21 +89,23 @@ def poison(array: Any) -> None:
 
 
 class InputPool:
-    """Q, K, V and the output of any case, as CuPy views of four buffers; nothing is copied per case.
+    """Q, K, V and the output of some cases, as CuPy views of four buffers; nothing is copied per case.
 
     The numbers are made on the host: CuPy's own generator would need the cuRAND library.
     """
 
-    def __init__(self, dtype: str, elements: int = TOKENS * WIDTH, seed: int = 0) -> None:
+    def __init__(self, dtype: str, cases: Iterable[Case], seed: int = 0) -> None:
         import cupy
 
         rng = np.random.default_rng(seed)
+        *inputs, out = (max(map(math.prod, shapes)) for shapes in zip(*(case.shapes for case in cases), strict=True))
         self._buffers = [
-            cupy.asarray(rng.standard_normal(elements, dtype=np.float32).astype(numpy_dtype(dtype))) for _ in range(3)
+            cupy.asarray(rng.standard_normal(size, dtype=np.float32).astype(numpy_dtype(dtype))) for size in inputs
         ]
-        self._buffers.append(cupy.empty_like(self._buffers[0]))
+        self._buffers.append(cupy.empty(out, dtype=numpy_dtype(dtype)))
 
-    def arrays(self, shape: tuple[int, ...]) -> list[Any]:
-        """[q, k, v, out] of this shape; what the output holds is arbitrary."""
-        count = math.prod(shape)
-        return [buffer[:count].reshape(shape) for buffer in self._buffers]
+    def arrays(self, case: Case) -> list[Any]:
+        """[q, k, v, out] of a case; what the output holds is arbitrary."""
+        return [
+            buffer[: math.prod(shape)].reshape(shape) for buffer, shape in zip(self._buffers, case.shapes, strict=True)
+        ]

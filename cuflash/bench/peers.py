@@ -1,4 +1,4 @@
-"""Whom cuflash is timed beside: the backends of torch's scaled_dot_product_attention."""
+"""Who is timed: cuflash, its other kernel family, and the backends of torch's scaled_dot_product_attention."""
 
 from __future__ import annotations
 
@@ -8,10 +8,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from .. import jit, kernels
+from ..checks import make_request
 from .inputs import Case, poison
 from .measure import Call
 
 OURS = "cuflash"
+OURS_SM80 = "cuflash sm80"
+"""The Ampere-style kernels, on a device whose calls take others."""
+
+LEGACY_STREAM = 0
+"""Where CuPy and torch both start."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,16 +60,36 @@ def ours(case: Case, arrays: list[Any]) -> Contestant:
     import cuflash
 
     q, k, v, out = arrays
+    return writing_contestant(OURS, lambda: cuflash.attention(q, k, v, causal=case.causal, out=out), out)
 
-    def call() -> object:
-        return cuflash.attention(q, k, v, causal=case.causal, out=out)
+
+def ours_sm80(case: Case, arrays: list[Any]) -> Contestant:
+    """The Ampere-style kernel that serves the case under `cuflash.kernels.use_family`.
+
+    Planned once: that forgets all plans, so inside of it every call would be a first one.
+    """
+    *inputs, out = arrays
+    request = make_request(inputs, out, causal=case.causal, scale=None, layout="bshd", return_lse=False)
+    with kernels.use_family("forward_sm80"):
+        plan = jit.make_plan(request)
+    return writing_contestant(OURS_SM80, planned_call(plan, arrays), out)
+
+
+def planned_call(plan: jit.CallPlan, arrays: list[Any]) -> Call:
+    """A launch of q, k, v and out on the legacy stream."""
+    q, k, v, out = (array.data.ptr for array in arrays)
+    return lambda: plan.launch(q, k, v, out, 0, LEGACY_STREAM)
+
+
+def writing_contestant(name: str, call: Call, out: Any) -> Contestant:
+    """A call that writes into ``out``, which others use as well."""
 
     def output() -> Any:
         poison(out)
         call()
         return out.copy()
 
-    return Contestant(OURS, call, output)
+    return Contestant(name, call, output)
 
 
 def torch_backends() -> dict[str, Any]:
@@ -77,7 +104,10 @@ def torch_backends() -> dict[str, Any]:
 
 
 def torch_peer(name: str, case: Case, arrays: list[Any]) -> Contestant | Refusal:
-    """An SDPA backend on the same memory; a refusal if the backend does not take the case."""
+    """An SDPA backend on the same memory; a refusal if the backend does not take the case.
+
+    Fewer heads of K and V go in as they are, with ``enable_gqa``.
+    """
     import torch
     from torch.nn.attention import sdpa_kernel
 
@@ -87,7 +117,7 @@ def torch_peer(name: str, case: Case, arrays: list[Any]) -> Contestant | Refusal
 
     def call() -> Any:
         with sdpa_kernel(backend), torch.no_grad():
-            return sdpa(q, k, v, is_causal=case.causal)
+            return sdpa(q, k, v, is_causal=case.causal, enable_gqa=case.heads_k != case.heads)
 
     def output() -> Any:
         import cupy
@@ -105,9 +135,13 @@ def torch_peer(name: str, case: Case, arrays: list[Any]) -> Contestant | Refusal
     return Contestant(name, call, output)
 
 
-def contestants(case: Case, arrays: list[Any], peers: tuple[str, ...]) -> tuple[list[Contestant], list[Refusal]]:
-    """Cuflash and the peers that take the case."""
-    found: list[Contestant] = [ours(case, arrays)]
+def contestants(
+    case: Case, arrays: list[Any], peers: tuple[str, ...], *, both_families: bool
+) -> tuple[list[Contestant], list[Refusal]]:
+    """Cuflash, by its other kernel family as well if asked, and the peers that take the case."""
+    found = [ours(case, arrays)]
+    if both_families:
+        found.append(ours_sm80(case, arrays))
     refused: list[Refusal] = []
     for name in peers:
         peer = torch_peer(name, case, arrays)

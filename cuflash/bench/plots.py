@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from .forward import MAIN_HEAD_DIMS
-from .peers import OURS
+from .forward import is_main
+from .peers import OURS, OURS_SM80
 from .report import TITLES, Record, Row, contestant_names
 
-COLOURS = {OURS: "#d1495b", "flash": "#2e4057", "cudnn": "#66a182", "efficient": "#c9a227"}
+COLOURS = {OURS: "#d1495b", OURS_SM80: "#e8a0a8", "flash": "#2e4057", "cudnn": "#66a182", "efficient": "#c9a227"}
 HEAD_DIM_COLOURS = {64: "#edae49", 128: "#d1495b", 256: "#00798c"}
 GRID = "#e4e4e4"
 MUTED = "#5c5c5c"
@@ -27,7 +27,7 @@ def draw(record: Record, folder: Path) -> list[Path]:
     import matplotlib
 
     matplotlib.use("Agg")
-    rows = [row for row in record.get("forward", []) if row["case"]["head_dim"] in MAIN_HEAD_DIMS]
+    rows = [row for row in record.get("forward", []) if is_main(row)]
     if not rows:
         return []
     folder.mkdir(parents=True, exist_ok=True)

@@ -7,10 +7,20 @@ from collections.abc import Callable, Iterable
 from itertools import groupby
 from typing import Any
 
-from .forward import MAIN_HEAD_DIMS, ours_against
-from .peers import OURS
+from . import published
+from .forward import derived_ratio, is_grouped, is_main, ratio
+from .peers import OURS, OURS_SM80
 
-TITLES = {OURS: "cuflash", "flash": "torch flash (FA2)", "cudnn": "torch cuDNN", "efficient": "torch efficient"}
+TITLES = {
+    OURS: "cuflash",
+    OURS_SM80: "cuflash sm80",
+    "flash": "torch flash (FA2)",
+    "cudnn": "torch cuDNN",
+    "efficient": "torch efficient",
+}
+RATIOS = ((OURS, "flash"), (OURS, "cudnn"), (OURS_SM80, "flash"))
+"""Whose multiples of whom the tables show."""
+DERIVED = "best public kernel (derived through cuDNN)"
 
 Record = dict[str, Any]
 Row = dict[str, Any]
@@ -20,7 +30,9 @@ def markdown(record: Record) -> str:
     """The whole report of a record."""
     parts = [f"# Forward benchmark: {record['environment']['device']}", environment_text(record["environment"])]
     if rows := record.get("forward"):
-        parts += [summary_text(rows), *forward_tables(rows), other_dims_text(rows), accuracy_text(rows)]
+        device = record["environment"]["device"]
+        parts += [summary_text(rows, device), *forward_tables(rows, device), other_dims_text(rows), grouped_text(rows)]
+        parts.append(accuracy_text(rows))
     if record.get("host"):
         parts.append(host_text(record["host"]))
     if record.get("startup"):
@@ -74,21 +86,40 @@ def contestant_names(rows: list[Row]) -> list[str]:
     return [name for name in TITLES if any(name in row["results"] for row in rows)]
 
 
-def forward_tables(rows: list[Row]) -> list[str]:
+def forward_tables(rows: list[Row], device: str) -> list[str]:
     """TFLOP/s over N, one table per dtype, head dim and mask."""
-    parts = [
+    chosen = [row for row in rows if is_main(row)]
+    intro = (
         "## Speed\n\nTFLOP/s: medians of device-event times, everybody in turn, round by round, in one process; in "
-        "parentheses the interquartile range in per cent where it exceeds 2. FLOPs = 4 B H N² D, half for causal; "
-        "B N = 16384, H D = 2048, layout (B, N, H, D)."
-    ]
-    for (dtype, head_dim, causal), group in groups([r for r in rows if r["case"]["head_dim"] in MAIN_HEAD_DIMS]):
-        group.sort(key=lambda row: row["case"]["seqlen"])
-        body = [[TITLES[name], *(speed_cell(row, name) for row in group)] for name in contestant_names(group)]
-        if any(ours_against(row, "flash") for row in group):
-            body.append(["**cuflash / flash**", *(ratio_cell(ours_against(row, "flash")) for row in group)])
-        columns = ["", *(str(row["case"]["seqlen"]) for row in group)]
-        parts.append(f"### {dtype}, d = {head_dim}, {'causal' if causal else 'full'}\n\n{table(columns, body)}")
+        "parentheses the interquartile range in per cent where it exceeds 2. FLOPs = 2 B H N² (D + Dv), half for "
+        "causal; B N = 16384, H D = 2048, layout (B, N, H, D)."
+    )
+    if any(OURS_SM80 in row["results"] for row in rows):
+        intro += " cuflash is what a call takes; cuflash sm80 is the Ampere-style family on the same device."
+    if any(derived_ratio(row, device) for row in chosen):
+        intro += (
+            "\n\n*Derived* rows were not measured here: cuflash / cuDNN of this run, over the best public kernel / "
+            f"cuDNN of another run, which was {published.SOURCE}. The float16 tables divide by the same figures."
+        )
+    parts = [intro]
+    for (dtype, head_dim, causal), group in groups(chosen):
+        title = f"### {dtype}, d = {head_dim}, {'causal' if causal else 'full'}"
+        parts.append(f"{title}\n\n{table_over_lengths(group, device)}")
     return parts
+
+
+def table_over_lengths(rows: list[Row], device: str) -> str:
+    """Everybody's speed, and who is how many times as fast as whom, a column for each length."""
+    rows = sorted(rows, key=lambda row: row["case"]["seqlen"])
+    body = [[TITLES[name], *(speed_cell(row, name) for row in rows)] for name in contestant_names(rows)]
+    for name, peer in RATIOS:
+        ratios = [ratio(row, peer, name) for row in rows]
+        if any(ratios):
+            body.append([f"**{name} / {peer}**", *map(ratio_cell, ratios)])
+    derived = [derived_ratio(row, device) for row in rows]
+    if any(derived):
+        body.append(["*cuflash / best public, derived through cuDNN*", *map(ratio_cell, derived)])
+    return table(["", *(str(row["case"]["seqlen"]) for row in rows)], body)
 
 
 def speed_cell(row: Row, name: str) -> str:
@@ -100,65 +131,120 @@ def speed_cell(row: Row, name: str) -> str:
     return f"{result['tflops']:.0f}" + (f" ({iqr:.0f})" if iqr > 2 else "")
 
 
-def ratio_cell(ratio: float | None) -> str:
-    return "-" if ratio is None else f"{ratio:.2f}"
+def ratio_cell(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
 
 
 def geometric_mean(values: list[float]) -> float:
     return math.exp(sum(math.log(value) for value in values) / len(values))
 
 
-def summary_text(rows: list[Row]) -> str:
-    """Least and geometric mean ratio to each peer."""
-    body = []
-    chosen = [row for row in rows if row["case"]["head_dim"] in MAIN_HEAD_DIMS]
-    for peer in contestant_names(chosen):
-        ratios = [(ratio, row) for row in chosen if (ratio := ours_against(row, peer)) is not None]
-        if peer == OURS or not ratios:
-            continue
-        least, where = min(ratios, key=lambda pair: pair[0])
-        mean = geometric_mean([ratio for ratio, _ in ratios])
-        body.append([TITLES[peer], f"{mean:.2f}", f"{least:.2f}", case_name(where["case"]), len(ratios)])
-    if not body:
-        return ""
-    return "## Summary\n\nHow many times faster than each peer, head dims 64, 128 and 256:\n\n" + table(
-        ["peer", "geometric mean", "least", "where", "cases"], body
-    )
+def summary_text(rows: list[Row], device: str) -> str:
+    """Least and geometric mean multiple of each peer."""
+    main, grouped = [row for row in rows if is_main(row)], [row for row in rows if is_grouped(row)]
+    body = [
+        *summary_lines(main, OURS, "64, 128, 256"),
+        *derived_lines(main, device),
+        *summary_lines(main, OURS_SM80, "64, 128, 256"),
+        *summary_lines(grouped, OURS, "128, grouped heads"),
+    ]
+    columns = ["", "times as fast as", "head dims", "geometric mean", "least", "where", "cases"]
+    return "## Summary\n\n" + table(columns, body) if body else ""
+
+
+def summary_lines(rows: list[Row], name: str, part: str) -> list[list[object]]:
+    """One of cuflash's families against each peer."""
+    peers = [peer for peer in contestant_names(rows) if peer not in (OURS, OURS_SM80)]
+    lines = []
+    for peer in peers:
+        lines += summary_line((TITLES[name], TITLES[peer], part), [(ratio(row, peer, name), row) for row in rows])
+    return lines
+
+
+def derived_lines(rows: list[Row], device: str) -> list[list[object]]:
+    """Cuflash against the best public kernels, through cuDNN."""
+    lines = []
+    for part, head_dims, lengths in (
+        ("64, 128; N up to 8192", (64, 128), range(8193)),
+        ("64, 128; N = 16384", (64, 128), (16384,)),
+        ("256", (256,), range(16385)),
+    ):
+        chosen = [r for r in rows if r["case"]["head_dim"] in head_dims and r["case"]["seqlen"] in lengths]
+        lines += summary_line((TITLES[OURS], DERIVED, part), [(derived_ratio(row, device), row) for row in chosen])
+    return lines
+
+
+def summary_line(title: tuple[str, ...], ratios: list[tuple[float | None, Row]]) -> list[list[object]]:
+    """One line, or none without a ratio."""
+    found = [(value, row) for value, row in ratios if value is not None]
+    if not found:
+        return []
+    least, where = min(found, key=lambda pair: pair[0])
+    mean = geometric_mean([value for value, _ in found])
+    return [[*title, f"{mean:.2f}", f"{least:.2f}", case_name(where["case"]), len(found)]]
 
 
 def case_name(case: Row) -> str:
     return f"{case['dtype']} d{case['head_dim']} {'causal' if case['causal'] else 'full'} N {case['seqlen']}"
 
 
+def dims_name(case: Row) -> str:
+    """``192`` or ``192/128``."""
+    return str(case["head_dim"]) + (f"/{case['head_dim_v']}" if case["head_dim_v"] != case["head_dim"] else "")
+
+
 def other_dims_text(rows: list[Row]) -> str:
     """The other head dims, one table per dtype."""
     parts = []
-    others = [row for row in rows if row["case"]["head_dim"] not in MAIN_HEAD_DIMS]
+    others = [row for row in rows if not is_main(row) and not is_grouped(row)]
     for dtype in sorted({row["case"]["dtype"] for row in others}):
         chosen = [row for row in others if row["case"]["dtype"] == dtype]
         names = contestant_names(chosen)
+        shown = [(name, peer) for name, peer in RATIOS if any(ratio(row, peer, name) for row in chosen)]
         body = []
         for row in chosen:
-            label = f"{row['case']['head_dim']} {'causal' if row['case']['causal'] else 'full'}"
-            body.append([label, *(speed_cell(row, n) for n in names), ratio_cell(ours_against(row, "flash"))])
-        columns = ["head dim", *(TITLES[name] for name in names), "cuflash / flash"]
+            label = f"{dims_name(row['case'])} {'causal' if row['case']['causal'] else 'full'}"
+            ratios = [ratio_cell(ratio(row, peer, name)) for name, peer in shown]
+            body.append([label, *(speed_cell(row, n) for n in names), *ratios])
+        columns = ["head dim", *(TITLES[name] for name in names), *(f"{name} / {peer}" for name, peer in shown)]
         parts.append(f"### {dtype}, N = {chosen[0]['case']['seqlen']}\n\n{table(columns, body)}")
     return "## Other head dims (TFLOP/s)\n\n" + "\n\n".join(parts) if parts else ""
+
+
+def grouped_text(rows: list[Row]) -> str:
+    """The cases with fewer heads of K and V."""
+    chosen = [row for row in rows if is_grouped(row)]
+    if not chosen:
+        return ""
+    case = chosen[0]["case"]
+    heads = f"{case['heads']} query heads over {case['heads_k']}, d = {case['head_dim']}"
+    intro = (
+        f"## Grouped heads (TFLOP/s)\n\n{case['dtype']}, {'causal' if case['causal'] else 'full'}, B {case['batch']}, "
+        f"{heads}. Everybody gets the same K and V; torch's backends with enable_gqa."
+    )
+    return f"{intro}\n\n{table_over_lengths(chosen, '')}"
 
 
 def accuracy_text(rows: list[Row]) -> str:
     """Error against float64 per dtype and head dim: the worst over masks and lengths, and the worst ratio to flash."""
     names = contestant_names(rows)
+    ours = [name for name in (OURS, OURS_SM80) if name in names]
     body = []
-    for (dtype, head_dim), group in group_by(rows, lambda r: (r["case"]["dtype"], r["case"]["head_dim"])):
-        cells: list[str] = [f"{dtype} d{head_dim}"]
+
+    def key(row: Row) -> tuple[str, int, int, bool]:
+        return row["case"]["dtype"], row["case"]["head_dim"], row["case"]["head_dim_v"], is_grouped(row)
+
+    for (dtype, *_, grouped), group in group_by(rows, key):
+        cells: list[str] = [f"{dtype} d{dims_name(group[0]['case'])}{', grouped heads' if grouped else ''}"]
         cells += [worst_error(group, name, "relative") for name in names]
-        cells += [worst_ratio(group, measure) for measure in ("relative", "largest")]
+        cells += [worst_ratio(group, name, measure) for name in ours for measure in ("relative", "largest")]
         body.append(cells)
-    columns = ["", *(TITLES[name] for name in names), "worst ratio to flash, relative", "largest absolute"]
+    columns = ["", *(TITLES[name] for name in names)]
+    columns += [f"{name} / flash, {measure}" for name in ours for measure in ("relative", "largest")]
     intro = (
         "## Error against float64\n\nRelative Frobenius norm on sampled heads, worst of all masks and lengths; the "
-        "last two columns are the worst single case of cuflash's error divided by that of torch's flash backend."
+        "last columns are the worst single case of an error divided by that of torch's flash backend, for the relative "
+        "and for the largest absolute one."
     )
     return f"{intro}\n\n{table(columns, body)}"
 
@@ -177,8 +263,8 @@ def worst_error(rows: list[Row], name: str, measure: str) -> str:
     return f"{max(values):.2e}" if values else "-"
 
 
-def worst_ratio(rows: list[Row], measure: str) -> str:
-    pairs = [(error_of(row, OURS, measure), error_of(row, "flash", measure)) for row in rows]
+def worst_ratio(rows: list[Row], name: str, measure: str) -> str:
+    pairs = [(error_of(row, name, measure), error_of(row, "flash", measure)) for row in rows]
     ratios = [ours / flash for ours, flash in pairs if ours is not None and flash]
     return f"{max(ratios):.2f}" if ratios else "-"
 

@@ -20,7 +20,7 @@ from .overhead import measure_host, measure_memory
 from .peers import torch_available
 from .startup import measure_startup
 
-SCHEMA = 1
+SCHEMA = 2
 PARTS = ("forward", "host", "memory", "startup")
 MEMORY_SHAPES = (((1, 128, 8, 64), False), ((4, 4096, 16, 128), True))
 
@@ -104,8 +104,8 @@ def compile_kernels(cases: list[Case], screen: Screen) -> None:
     settings = read_settings()
     if settings.cache_dir is None or not settings.cache_bytes or not settings.jit:
         return
-    arch = kernels.device_targets(jit.device_arch(driver.current_device()).name)[-1]
-    jobs = [job for job in forward.kernel_jobs(cases, arch) if jit.find_code(*job, settings) is None]
+    targets = kernels.device_targets(jit.device_arch(driver.current_device()).name)
+    jobs = [job for job in forward.kernel_jobs(cases, targets) if jit.find_code(*job, settings) is None]
     if not jobs:
         return
     with screen.progress("kernels", len(jobs)) as advance:
@@ -118,7 +118,7 @@ def clocks_under_load(timer: Timer) -> dict[str, str]:
     import cuflash
 
     case = Case.of(128, False, 4096, "bfloat16")
-    q, k, v, out = InputPool(case.dtype).arrays(case.shape)
+    q, k, v, out = InputPool(case.dtype, [case]).arrays(case)
     cuflash.attention(q, k, v, out=out)
     start = timer.record()
     for _ in range(20):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from typing import Any
 
@@ -9,7 +10,7 @@ from cuflash.bench.forward import all_cases
 from cuflash.bench.inputs import Case
 from cuflash.cost import NOMINAL_DEVICES, Schedule, Shape, fused_bytes
 
-PLATEAU = {"cuflash": 1.1, "flash": 1.0, "cudnn": 1.9, "efficient": 0.75}
+PLATEAU = {"cuflash": 2.1, "cuflash sm80": 1.2, "flash": 1.0, "cudnn": 1.9, "efficient": 0.75}
 """Speed at long sequences as a multiple of 320 TFLOP/s."""
 
 
@@ -28,19 +29,12 @@ def result(case: Case, name: str, rng: random.Random) -> dict[str, Any]:
 
 def row(case: Case, rng: random.Random) -> dict[str, Any]:
     device = NOMINAL_DEVICES["sm_90"]
-    shape = Shape(case.batch, case.heads, case.heads, case.seqlen, case.seqlen, case.head_dim, case.head_dim,
+    shape = Shape(case.batch, case.heads, case.heads_k, case.seqlen, case.seqlen, case.head_dim, case.head_dim_v,
                   0 if case.causal else None)  # fmt: skip
     names = [name for name in PLATEAU if not (name == "cudnn" and case.head_dim in (32, 80))]
     return {
-        "case": {
-            "head_dim": case.head_dim,
-            "causal": case.causal,
-            "seqlen": case.seqlen,
-            "dtype": case.dtype,
-            "batch": case.batch,
-            "heads": case.heads,
-        },
-        "kernel": "cuflash_fwd_sm80",
+        "case": dataclasses.asdict(case),
+        "kernels": {"cuflash": "cuflash_fwd_sm90", "cuflash sm80": "cuflash_fwd_sm80"},
         "case_flops": case.flops,
         "hbm_bytes": fused_bytes(shape, Schedule(128, 8 if case.causal else 1, 264, device.l2_bytes), lse=False),
         "standard_bytes": shape.standard_bytes,
@@ -64,7 +58,7 @@ def record(seed: int = 0) -> dict[str, Any]:
         "torch SDPA, flash": 16.9,
     }
     return {
-        "schema": 1,
+        "schema": 2,
         "environment": {
             "commit": "0123456789ab",
             "date": "2026-01-02 03:04 UTC",

@@ -6,7 +6,6 @@ import copy
 import io
 import json
 import sys
-import types
 import warnings
 from pathlib import Path
 
@@ -15,13 +14,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cuflash.bench import accuracy, environment, forward, measure, overhead, peers, report, runner, startup
+from cuflash import kernels
+from cuflash.arch import ARCHES
+from cuflash.bench import accuracy, environment, forward, measure, overhead, peers, published, report, runner, startup
 from cuflash.bench.inputs import Case, InputPool, numpy_dtype, poison
 from cuflash.bench.measure import HostCall, Spread, device_times, host_times
 from cuflash.cli import main
 from cuflash.cli.screen import Screen
 from cuflash.explanation import explain
-from tests.unit import fake_cupy, synthetic
+from tests.unit import fake_cupy, fake_gpu, synthetic
 from tests.unit.test_demo import FAKE_GPU
 
 # --- timing ----------------------------------------------------------------------------------------------------
@@ -96,10 +97,16 @@ def test_host_time_is_per_call_and_the_first_batch_is_not_counted(monkeypatch):
 
 def test_the_table_is_the_one_that_is_promised():
     cases = forward.all_cases()
-    assert len(cases) == len(set(cases)) == 2 * (3 * 2 * 6 + 5 * 2)
-    assert all(case.batch * case.seqlen == 16384 for case in cases)
-    assert {case.heads * case.head_dim for case in cases if case.head_dim in (32, 64, 128, 256)} == {2048}
+    assert len(cases) == len(set(cases)) == 2 * (3 * 2 * 6 + 6 * 2) + 7
+    grouped = [case for case in cases if case.heads_k != case.heads]
+    assert {case.shapes[1] for case in grouped} == {(1, 2**n, 8, 128) for n in range(9, 16)}
+    assert {case.shapes[0] for case in grouped} == {(1, 2**n, 32, 128) for n in range(9, 16)}
+    assert all(case.causal and case.dtype == "bfloat16" for case in grouped)
+    alike = set(cases) - set(grouped)
+    assert all(case.batch * case.seqlen == 16384 for case in alike)
+    assert {case.heads * case.head_dim for case in alike if case.head_dim in (32, 64, 128, 256)} == {2048}
     assert {(case.head_dim, case.heads) for case in cases} >= {(80, 25), (96, 21), (160, 12), (192, 10)}
+    assert {case.head_dim_v for case in cases if case.head_dim == 192} == {192, 128}
     assert set(forward.quick_cases()) < set(cases)
 
 
@@ -107,12 +114,16 @@ def test_flops_of_a_case():
     case = Case.of(128, False, 4096, "float16")
     assert case.flops == 4 * 4 * 16 * 4096**2 * 128 == 2 * Case.of(128, True, 4096, "float16").flops
     assert case.tflops(1.0) == pytest.approx(549.8, abs=0.1)
+    assert Case.of(192, False, 4096, "float16", head_dim_v=128).flops == 2 * 4 * 10 * 4096**2 * (192 + 128)
+    grouped = Case.of(128, True, 512, "bfloat16", batch=1, heads=32, heads_k=8)
+    assert grouped.flops == 2 * 32 * 512**2 * 128 and str(grouped).endswith("(B 1, H 32 over 8)")
 
 
 def test_every_case_has_a_kernel():
-    jobs = forward.kernel_jobs(forward.all_cases(), "sm_90")
-    assert len(jobs) == 2 * 2 * 8
+    jobs = forward.kernel_jobs(forward.all_cases(), ("sm_90", "sm_90a"))
+    assert len(jobs) == 2 * 2 * 2 * 9
     assert jobs[0][0].head_dim == 256
+    assert {config.family for _, config in jobs} == {"forward_sm80", "forward_sm90"}
 
 
 # --- accuracy --------------------------------------------------------------------------------------------------
@@ -173,6 +184,15 @@ def test_an_error_is_found_where_it_is():
     assert found["broken"].where == (0, 3, 0, 1)
 
 
+def test_errors_of_grouped_heads_are_against_their_own_keys():
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((2, 20, heads, dim)) for heads, dim in ((6, 8), (2, 8), (2, 5)))
+    out = np.empty((2, 20, 6, 5))
+    for b, h in np.ndindex(2, 6):
+        out[b, :, h] = accuracy.exact_head(q[b, :, h], k[b, :, h // 3], v[b, :, h // 3], True, np)
+    assert accuracy.errors({"": out}, [q, k, v], True, np, heads=12)[""].relative < 1e-15
+
+
 @given(st.integers(1, 9), st.integers(1, 9), st.integers(1, 6))
 def test_sampled_heads_reach_both_ends(batch, heads, count):
     sample = accuracy.sampled_heads(batch, heads, count)
@@ -196,7 +216,6 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(f"cuflash.driver.{name}", value)
     monkeypatch.setattr("cuflash.compiler.nvrtc_build", lambda: "13.0.1")
     monkeypatch.setattr("cuflash.bench.inputs.TOKENS", 128)
-    monkeypatch.setattr(forward, "TOKENS", 128)
     monkeypatch.setattr(runner, "torch_available", lambda: False)
     monkeypatch.setattr(overhead, "torch_available", lambda: False)
     monkeypatch.setattr(overhead, "SMALL", (1, 8, 1, 8))
@@ -207,6 +226,8 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     cases = [Case.of(64, causal, n, "bfloat16") for causal in (False, True) for n in (16, 32)]
     cases.append(Case.of(80, True, 16, "float16"))
+    cases.append(Case.of(192, False, 16, "float16", head_dim_v=128, heads=2))
+    cases.append(Case.of(128, True, 32, "bfloat16", batch=1, heads=4, heads_k=2))
     monkeypatch.setattr(runner.Plan, "cases", cases)
     monkeypatch.setenv("CUFLASH_DISABLE_JIT", "1")
 
@@ -214,17 +235,18 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_run_writes_record_report_and_pictures(small, tmp_path, capsys):
     assert main(["bench", "--quick", "--rounds", "2", "--output", str(tmp_path / "r"), "--commit", "abc"]) == 0
     record = runner.load(tmp_path / "r" / "forward.json")
-    assert [row["case"]["seqlen"] for row in record["forward"]] == [16, 32, 16, 32, 16]
+    assert [row["case"]["seqlen"] for row in record["forward"]] == [16, 32, 16, 32, 32, 16, 16]
     assert record["environment"]["commit"] == "abc" and record["environment"]["device"] == "Fake GPU"
     for row in record["forward"]:
         result = row["results"]["cuflash"]
         assert 0 < result["error"]["relative"] < 4e-3 and result["milliseconds"]["samples"] == 6
-        assert row["hbm_bytes"] > 0
+        assert row["hbm_bytes"] > 0 and row["kernels"] == {}  # the CPU has one way
     assert set(record) == {"schema", "environment", "seconds", *runner.PARTS}
     text = (tmp_path / "r" / "forward.md").read_text()
-    assert "bfloat16, d = 64, causal" in text and "80 causal" in text and "Host time" in text
+    assert "bfloat16, d = 64, causal" in text and "80 causal" in text and "192/128 full" in text
+    assert "4 query heads over 2" in text and "Host time" in text
     out = capsys.readouterr().out
-    assert "[5/5] float16 d80" in out and "wrote" in out
+    assert "[6/7] float16 d80" in out and "wrote" in out
 
 
 def test_parts_can_be_chosen(small):
@@ -252,26 +274,35 @@ def test_missing_kernels_are_compiled_before_the_table(monkeypatch, kernel_cache
         out = io.StringIO()
         runner.compile_kernels(cases, Screen(out))
         shown.append(out.getvalue())
-    assert "[1/1] cuflash_fwd_sm90_d32_f16_full" in shown[0] and shown[1] == ""
+    for words in ("cuflash_fwd_sm90_d32_f16_full", "cuflash_fwd_sm80_d32_f16_full", "[2/2]"):
+        assert words in shown[0]
+    assert shown[1] == ""
     x = np.zeros((1, 64, 2, 32), np.float16)
     assert explain(x, x, x, arch="sm_90").kernel.cached == "disk"
 
 
 def test_short_cases_get_more_rounds(small):
-    pool = InputPool("float16", 128 * 2048)
-    case = Case.of(64, False, 16, "float16")
+    case, long = (Case.of(64, False, 16, "float16", batch=1, heads=heads) for heads in (1, 2))
+    pool = InputPool("float16", [long])
     row = forward.measure_case(case, pool, (), 2, measure.CupyTimer(), np)
     assert row.results["cuflash"].milliseconds.samples == 6
-    long = types.SimpleNamespace(**{name: getattr(case, name) for name in ("head_dim", "causal", "seqlen", "shape")})
-    long.flops, long.tflops = 1e12, lambda ms: 1.0
-    assert forward.measure_case(long, pool, (), 2, measure.CupyTimer(), np).results["cuflash"].milliseconds.samples == 2
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Case, "flops", 1e12)
+        row = forward.measure_case(long, pool, (), 2, measure.CupyTimer(), np)
+    assert row.results["cuflash"].milliseconds.samples == 2
 
 
 def test_inputs_are_views_of_one_pool(small):
-    pool = InputPool("bfloat16", 1024)
-    first, second = pool.arrays((1, 16, 4, 8)), pool.arrays((2, 8, 1, 32))
+    cases = [
+        Case.of(8, False, 16, "bfloat16", batch=1, heads=4, heads_k=2),
+        Case.of(32, True, 8, "bfloat16", head_dim_v=8, batch=2, heads=1),
+    ]
+    pool = InputPool("bfloat16", cases)
+    first, second = (pool.arrays(case) for case in cases)
     assert all(np.shares_memory(a, b) for a, b in zip(first, second, strict=True))
-    assert first[0].dtype == numpy_dtype("bfloat16") and second[0].shape == (2, 8, 1, 32)
+    assert [a.shape for a in first] == [(1, 16, 4, 8), (1, 16, 2, 8), (1, 16, 2, 8), (1, 16, 4, 8)]
+    assert [a.shape for a in second] == [(2, 8, 1, 32), (2, 8, 1, 32), (2, 8, 1, 8), (2, 8, 1, 8)]
+    assert first[0].dtype == numpy_dtype("bfloat16")
     assert abs(float(first[0].astype(np.float32).std()) - 1) < 0.2
 
 
@@ -303,18 +334,50 @@ def test_startup_is_measured_in_fresh_processes(tmp_path):
 # --- peers -----------------------------------------------------------------------------------------------------
 
 
-def test_peers_run_on_the_same_memory_or_refuse_with_a_reason(small, monkeypatch):
+@pytest.mark.parametrize("heads_k", [4, 2])
+def test_peers_run_on_the_same_memory_or_refuse_with_a_reason(small, monkeypatch, heads_k):
     torch = pytest.importorskip("torch")
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(sys.modules["cupy"], "from_dlpack", lambda tensor: tensor.numpy(), raising=False)
-    case = Case(64, True, 16, "float16", 2, 2)
-    arrays = InputPool("float16", 2 * 16 * 2 * 64).arrays(case.shape)
-    found, refused = peers.contestants(case, arrays, ("flash", "cudnn"))
+    case = Case.of(64, True, 16, "float16", batch=2, heads=4, heads_k=heads_k)
+    arrays = InputPool("float16", [case]).arrays(case)
+    found, refused = peers.contestants(case, arrays, ("flash", "cudnn"), both_families=False)
     assert [one.name for one in found] == ["cuflash", "flash"] and refused[0].name == "cudnn" and refused[0].reason
     outputs = {one.name: one.output() for one in found}
-    assert outputs["flash"].shape == case.shape
+    assert outputs["flash"].shape == case.shapes[3]
     errors = accuracy.errors(outputs, arrays[:3], True, np)
     assert max(error.relative for error in errors.values()) < 1e-3
+
+
+@pytest.mark.parametrize(
+    ("target", "families"), [("sm_90", ["forward_sm90", "forward_sm80"]), ("sm_80", ["forward_sm80"])]
+)
+def test_a_device_with_two_families_runs_both_in_turn(monkeypatch, target, families):
+    """Each family's kernel is launched in every round, on the same arrays, and both are right."""
+    gpu = fake_gpu.install(monkeypatch, capability=ARCHES[target].compute_capability)
+    case = Case.of(64, True, 50, "bfloat16", batch=1, heads=2, heads_k=1)
+    host = [np.random.default_rng(0).standard_normal(shape).astype(numpy_dtype("bfloat16")) for shape in case.shapes]
+    arrays = [gpu.array(x) for x in host]
+    try:
+        about = explain(*arrays[:3], causal=True)
+        symbols = forward.family_symbols(case, about)
+        assert list(symbols) == ["cuflash", "cuflash sm80"][: len(families)]
+        found, _ = peers.contestants(case, arrays, (), both_families=len(symbols) == 2)
+        errors = []
+        for one in found:
+            host[3][...] = np.nan
+            one.call()
+            errors.append(accuracy.errors({"": host[3]}, host[:3], True, np)[""].relative)
+        assert max(errors) < 4e-3
+        gpu.launches.clear()
+        device_times({one.name: one.call for one in found}, 2, FakeTimer(), warm_rounds=1)
+        assert [launch.loaded.config.family for launch in gpu.launches] == families * 3
+        assert [kernels.symbol(one.loaded.problem, one.loaded.config) for one in gpu.launches[: len(families)]] == list(
+            symbols.values()
+        )
+        assert kernels.family_in_use() is None
+    finally:
+        fake_gpu.remove(gpu)
 
 
 # --- record, report, pictures ----------------------------------------------------------------------------------
@@ -334,11 +397,36 @@ def test_ratios_are_of_times():
     row = record["forward"][0]
     row["results"]["cuflash"]["milliseconds"]["median"] = 1.0
     row["results"]["flash"]["milliseconds"]["median"] = 1.25
-    assert forward.ours_against(row, "flash") == 1.25
-    assert forward.ours_against({"results": {}}, "flash") is None
-    record["forward"] = [row]
-    summary = report.summary_text(record["forward"])
-    assert "| torch flash (FA2) | 1.25 | 1.25 | bfloat16 d64 full N 512 | 1 |" in summary
+    row["results"]["cuflash sm80"]["milliseconds"]["median"] = 1.0 / 0.8
+    assert forward.ratio(row, "flash") == 1.25
+    assert forward.ratio(row, "flash", "cuflash sm80") == 1.0
+    assert forward.ratio({"results": {}}, "flash") is None
+    summary = report.summary_text([row], "")
+    line = "| {} | torch flash (FA2) | 64, 128, 256 | {} | {} | bfloat16 d64 full N 512 | 1 |"
+    assert line.format("cuflash", 1.25, 1.25) in summary and line.format("cuflash sm80", "1.00", "1.00") in summary
+
+
+def test_the_multiple_of_the_best_public_kernel_is_derived_through_cudnn():
+    wanted = {"dtype": "float16", "head_dim": 64, "causal": True, "seqlen": 8192}
+    (row,) = (row for row in synthetic.record()["forward"] if wanted.items() <= row["case"].items())
+    row["results"]["cuflash"]["milliseconds"]["median"] = 1.0
+    row["results"]["cudnn"]["milliseconds"]["median"] = 1.512
+    assert forward.derived_ratio(row, "NVIDIA H200") == pytest.approx(1.2)
+    assert forward.derived_ratio(row, "NVIDIA A100") is None
+    assert "| 64, 128; N up to 8192 | 1.20 | 1.20 | float16 d64 causal N 8192 | 1 |" in report.summary_text(
+        [row], "H200"
+    )
+    (text,) = report.forward_tables([row], "H200")[1:]
+    assert text.endswith("| *cuflash / best public, derived through cuDNN* | 1.20 |")
+    del row["results"]["cudnn"]
+    assert forward.derived_ratio(row, "NVIDIA H200") is None
+    assert "derived" not in report.markdown(synthetic.record() | {"forward": [row]}).lower()
+
+
+def test_every_main_cell_has_a_published_figure():
+    rows = [row for row in synthetic.record()["forward"] if forward.is_main(row)]
+    assert len(rows) == 72 and all(forward.derived_ratio(row, "NVIDIA H200") for row in rows)
+    assert published.best_over_cudnn("NVIDIA H200", 64, False, 100) is None
 
 
 def test_the_report_has_every_number_that_matters():
@@ -348,7 +436,10 @@ def test_the_report_has_every_number_that_matters():
         assert words in text
     for row in record["forward"]:
         assert f"{row['results']['cuflash']['tflops']:.0f}" in text
-    assert text.count("**cuflash / flash**") == 12
+    assert text.count("**cuflash / flash**") == text.count("**cuflash / cudnn**") == 13
+    assert text.count("**cuflash sm80 / flash**") == 13 and text.count("derived through cuDNN*") == 12
+    for words in ("| 192/128 full |", "32 query heads over 8", "| bfloat16 d128, grouped heads |", published.SOURCE):
+        assert words in text
     assert "| cuflash, CuPy, out= | 10.10 | 9.90 - 10.30 | 0.60 |" in text
 
 
@@ -360,7 +451,7 @@ def test_the_accuracy_table_shows_the_worst_case():
     victim = record["forward"][3]["results"]["cuflash"]["error"]
     victim["relative"], victim["largest"] = 9e-3, 0.03
     (line,) = (line for line in report.accuracy_text(record["forward"]).splitlines() if "bfloat16 d64 " in line)
-    assert "9.00e-03" in line and line.endswith("| 9.00 | 2.00 |")
+    assert "9.00e-03" in line and line.endswith("| 9.00 | 2.00 | 1.00 | 1.00 |")
 
 
 def test_a_report_of_a_part_or_without_peers():
@@ -391,7 +482,7 @@ def test_pictures_show_the_recorded_numbers():
 
     from cuflash.bench import plots
 
-    rows = [row for row in synthetic.record()["forward"] if row["case"]["dtype"] == "float16"]
+    rows = [r for r in synthetic.record()["forward"] if r["case"]["dtype"] == "float16" and forward.is_main(r)]
     rows = [row for row in rows if (row["case"]["head_dim"], row["case"]["causal"]) == (128, True)]
     figure = plots.speed_figure(rows, "float16", synthetic.record()["environment"])
     drawn = {line.get_label(): line for line in figure.axes[0].lines}

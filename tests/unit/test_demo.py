@@ -24,7 +24,9 @@ def shown(monkeypatch: pytest.MonkeyPatch):
     """Runs the demonstration on small sizes and returns what it showed."""
     monkeypatch.setattr(demo, "CPU_CASE_SHAPE", (1, 64, 2, 16))
     monkeypatch.setattr(
-        demo, "GPU_CASES", (Case(64, False, 64, "bfloat16", 1, 2), Case(128, True, 64, "bfloat16", 1, 1))
+        demo,
+        "GPU_CASES",
+        (Case.of(64, False, 64, "bfloat16", batch=1, heads=2), Case.of(128, True, 64, "bfloat16", batch=1, heads=1)),
     )
     monkeypatch.setattr(demo, "PLANNED", ((32, "full"),))
 
