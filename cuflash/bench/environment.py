@@ -75,16 +75,27 @@ def smi(ordinal: int) -> dict[str, str]:
     return dict(zip(SMI_FIELDS, (field.strip() for field in out.splitlines()[0].split(",")), strict=False))
 
 
+def software() -> dict[str, Any]:
+    """Commit, date and versions."""
+    from .. import compiler
+
+    return {
+        "commit": commit(),
+        "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+        "nvrtc": compiler.nvrtc_build(),
+        "python": platform.python_version(),
+        "packages": package_versions(),
+    }
+
+
 def describe(ordinal: int) -> dict[str, Any]:
     """Everything about this machine that a reader of the numbers needs."""
-    from .. import compiler, driver, jit
+    from .. import driver, jit
     from ..explanation import device_model
 
     properties = driver.device_properties(ordinal)
     model = device_model(ordinal, jit.device_arch(ordinal))
-    found: dict[str, Any] = {
-        "commit": commit(),
-        "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+    found = software() | {
         "device": properties.name,
         "compute_capability": list(properties.compute_capability),
         "multiprocessors": properties.multiprocessors,
@@ -93,9 +104,6 @@ def describe(ordinal: int) -> dict[str, Any]:
         "bandwidth_gb_s": properties.memory_bytes_per_second / 1e9,
         "l2_bytes": properties.l2_bytes,
         "nvidia_smi": smi(ordinal),
-        "nvrtc": compiler.nvrtc_build(),
-        "python": platform.python_version(),
-        "packages": package_versions(),
     }
     if "torch" in found["packages"]:
         import torch

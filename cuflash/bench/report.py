@@ -51,17 +51,11 @@ def table(columns: Iterable[str], rows: Iterable[Iterable[object]]) -> str:
 
 def environment_text(environment: Record) -> str:
     """One paragraph: when, where, with what."""
-    smi = environment.get("nvidia_smi", {})
-    loaded = environment.get("nvidia_smi_under_load", {})
     packages = environment.get("packages", {})
-    clocks = f"SM clock {environment['clock_mhz']:.0f} MHz at most"
-    if loaded.get("clocks.sm"):
-        clocks += f", {loaded['clocks.sm']} MHz at {loaded['power.draw']} W under load"
     facts = [
         environment["date"],
         f"commit {environment.get('commit') or 'unknown'}",
-        f"driver {smi.get('driver_version', 'unknown')}",
-        f"{environment['multiprocessors']} SMs, {clocks}",
+        *(device_facts(environment) if "device" in environment else ["no device"]),
         f"NVRTC {environment['nvrtc']}",
         *(f"{name} {version}" for name, version in packages.items() if name.startswith(("cupy", "torch"))),
     ]
@@ -69,6 +63,19 @@ def environment_text(environment: Record) -> str:
         number = environment["cudnn"]
         facts.append(f"cuDNN {number // 10000}.{number // 100 % 100}.{number % 100}")
     return "; ".join(facts) + "."
+
+
+def device_facts(environment: Record) -> list[str]:
+    """Name, driver, size and clocks."""
+    loaded = environment.get("nvidia_smi_under_load", {})
+    clocks = f"SM clock {environment['clock_mhz']:.0f} MHz at most"
+    if loaded.get("clocks.sm"):
+        clocks += f", {loaded['clocks.sm']} MHz at {loaded['power.draw']} W under load"
+    return [
+        environment["device"],
+        f"driver {environment.get('nvidia_smi', {}).get('driver_version', 'unknown')}",
+        f"{environment['multiprocessors']} SMs, {clocks}",
+    ]
 
 
 def groups(rows: list[Row]) -> list[tuple[tuple[str, int, bool], list[Row]]]:
