@@ -11,8 +11,9 @@ import numpy as np
 from cuflash.config import KernelConfig
 from cuflash.cpu import causal_offset
 from cuflash.request import Causal
-from tests.emulation.launch import EARLY, Mutation, Result, Timing, forward
+from tests.emulation.launch import EARLY, Result, Timing, forward
 from tests.emulation.tensors import Tensor, allocate, dense_strides, place
+from tests.mutation import Mutation
 from tests.oracle import assert_accurate, assert_lse, oracle
 
 BSHD, BHSD = (0, 2, 1, 3), (0, 1, 2, 3)

@@ -7,7 +7,7 @@ import functools
 import operator
 import struct
 from collections.abc import Collection
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from unittest import mock
 
 import numpy as np
@@ -21,6 +21,7 @@ from cuflash.render import Source, render
 from cuflash.request import Causal, Request
 from tests.emulation.build import build
 from tests.emulation.tensors import Tensor
+from tests.mutation import Mutation
 
 SABOTAGE = ("no_wait", "no_block_barrier", "no_warp_barrier")
 """Instructions that the emulator can be told to ignore."""
@@ -116,23 +117,6 @@ class Emulator:
         report.add(self._library.emulation_run(ctypes.byref(launch)).decode())
         for name, count in zip(tensors, reads, strict=True):
             report.bytes_read[name] = report.bytes_read.get(name, 0) + count
-
-
-@dataclass(frozen=True)
-class Mutation:
-    """A fault put into the kernel on purpose: `old` becomes `new` in `header`, or in the kernel's own text ("")."""
-
-    header: str
-    old: str
-    new: str
-
-    def apply(self, source: Source) -> Source:
-        text = source.headers[self.header] if self.header else source.text
-        assert self.old in text, f"{self.header or source.symbol} has no {self.old!r}: write the mutation anew"
-        text = text.replace(self.old, self.new)
-        if not self.header:
-            return replace(source, text=text)
-        return replace(source, headers={**source.headers, self.header: text})
 
 
 @functools.cache

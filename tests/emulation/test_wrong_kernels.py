@@ -6,7 +6,8 @@ import pytest
 
 from tests.emulation.build import compiler
 from tests.emulation.cases import Case, assert_clean, assert_right, run
-from tests.emulation.launch import SABOTAGE, Mutation, Timing
+from tests.emulation.launch import SABOTAGE, Timing
+from tests.mutation import Mutation
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="the CPU emulation needs g++")
 

@@ -1,0 +1,24 @@
+"""Kernels that are changed on purpose: wrong ones, which tests must see, and slow ones, which must stay right."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from cuflash.render import Source
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """A change of a kernel's text: `old` becomes `new` in `header`, or in the kernel's own text ("")."""
+
+    header: str
+    old: str
+    new: str
+
+    def apply(self, source: Source) -> Source:
+        text = source.headers[self.header] if self.header else source.text
+        assert self.old in text, f"{self.header or source.symbol} has no {self.old!r}: write the mutation anew"
+        text = text.replace(self.old, self.new)
+        if not self.header:
+            return replace(source, text=text)
+        return replace(source, headers={**source.headers, self.header: text})
