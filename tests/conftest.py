@@ -9,6 +9,7 @@ import faulthandler
 import os
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from pathlib import Path
 
@@ -38,6 +39,23 @@ def gpu_count() -> int:
         return 0
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    # Of two families only the one that calls do not prefer by themselves need be asked for.
+    parser.addoption(
+        "--family",
+        choices=("forward_sm80",),
+        help="GPU tests: all calls take kernels of this family; otherwise, on Hopper, forward_sm90 where TMA can serve",
+    )
+
+
+def family_asked_for(config: pytest.Config) -> AbstractContextManager[None]:
+    """Inside, calls take kernels of the family that ``--family`` names."""
+    from cuflash.kernels import use_family
+
+    name = config.getoption("--family")
+    return use_family(name) if name else nullcontext()
+
+
 def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # else JAX takes most of the GPU's memory
     config.stash[_stderr] = os.dup(2)  # before pytest captures it
@@ -61,6 +79,13 @@ def _needs_nvrtc(request: pytest.FixtureRequest) -> None:
     """Tests marked ``compile`` are skipped where the bindings are not installed: the plain, CPU-only cuflash."""
     if request.node.get_closest_marker("compile"):
         pytest.importorskip("cuda.bindings", reason="needs an extra: cuda12 or cuda13")
+
+
+@pytest.fixture(autouse=True)
+def _family(request: pytest.FixtureRequest) -> Iterator[None]:
+    """GPU tests run under ``--family``; the others, which plan for devices of their own, do not."""
+    with family_asked_for(request.config) if request.node.get_closest_marker("gpu") else nullcontext():
+        yield
 
 
 @pytest.hookimpl(wrapper=True)

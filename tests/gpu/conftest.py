@@ -1,19 +1,32 @@
-"""A whole run of the GPU tests takes some hundred kernels: they are compiled ahead, in processes."""
+"""Kernels of the GPU tests, compiled ahead in processes: those of a whole run, and those that tests make themselves."""
 
 from __future__ import annotations
 
 import faulthandler
 import math
+import multiprocessing
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ProcessPoolExecutor
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.gpu.support import DTYPES, HEAD_DIMS, target
+from tests.conftest import family_asked_for
+from tests.gpu.support import DTYPES, HEAD_DIMS, Variant, compile_variant, target
+
+if TYPE_CHECKING:
+    from cuflash.compiler import Compiled
 
 WHOLE_RUN = 200
-"""From this many GPU tests on, it pays to compile ahead."""
+"""From this many GPU tests on, beside those that make their own kernels, it pays to compile ahead."""
+
+
+def _variants(item: pytest.Item) -> list[Variant]:
+    """The variants among a test's parameters."""
+    params = item.callspec.params if hasattr(item, "callspec") else {}
+    return [value for value in params.values() if isinstance(value, Variant)]
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -23,21 +36,35 @@ def _kernels(request: pytest.FixtureRequest, shared_cache: Path) -> None:
     from cuflash.problem import AttentionProblem
     from cuflash.settings import read_settings
 
-    running = [item for item in request.session.items if item.get_closest_marker("gpu")]
+    gpu_items = (item for item in request.session.items if item.get_closest_marker("gpu"))
+    running = [item for item in gpu_items if not _variants(item)]
     if len(running) < WHOLE_RUN or "PYTEST_XDIST_WORKER" in os.environ or not read_settings().jit:
         return
     faulthandler.cancel_dump_traceback_later()  # minutes, where cores are few; not what the first test may take
-    problems = {problem for arch in device_targets(target()) for problem in shipped_problems(arch)}
-    for index, (d, dv) in enumerate(HEAD_DIMS):
-        access_bytes = min(16, 2 * math.gcd(d, dv, 8))
-        arch = device_targets(target(), access_bytes)[-1]
-        masks = ("full", "causal") if index % 2 == 0 else ("causal", "full")
-        for dtype, mask in zip(DTYPES, masks, strict=True):
-            problems.add(AttentionProblem(d, dv, dtype, mask, access_bytes, False, arch))  # type: ignore[arg-type]
+    with family_asked_for(request.config):
+        problems = {problem for arch in device_targets(target()) for problem in shipped_problems(arch)}
+        for index, (d, dv) in enumerate(HEAD_DIMS):
+            access_bytes = min(16, 2 * math.gcd(d, dv, 8))
+            arch = device_targets(target(), access_bytes)[-1]
+            masks = ("full", "causal") if index % 2 == 0 else ("causal", "full")
+            for dtype, mask in zip(DTYPES, masks, strict=True):
+                problems.add(AttentionProblem(d, dv, dtype, mask, access_bytes, False, arch))  # type: ignore[arg-type]
     failed = [
         built for built in build([(p, select_config(p)) for p in problems], shared_cache / "cuflash") if built.error
     ]
     assert not failed, "\n".join(f"{built.symbol}: {built.error}" for built in failed)
+
+
+@pytest.fixture(scope="session")
+def compilations(request: pytest.FixtureRequest) -> Iterator[Mapping[Variant, Future[Compiled]]]:
+    """The variants that are parameters of selected tests, and their unchanged texts, in the order of the tests."""
+    wanted = (variant for item in request.session.items for variant in _variants(item))
+    variants = dict.fromkeys(v for variant in wanted for v in (variant.unchanged, variant))
+    # Processes: NVRTC compiles one program at a time in each. Spawned: a fork cannot use the parent's CUDA context.
+    workers = len(os.sched_getaffinity(0))
+    pool = ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn"))
+    yield {variant: pool.submit(compile_variant, variant) for variant in variants}
+    pool.shutdown(cancel_futures=True)
 
 
 @pytest.fixture(autouse=True)

@@ -6,15 +6,23 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
 
 import cuflash
+from cuflash import kernels
+from cuflash.config import KernelConfig
+from cuflash.problem import AttentionProblem
+from tests.mutation import Mutation
 from tests.oracle import assert_accurate, assert_lse
+
+if TYPE_CHECKING:
+    from cuflash.compiler import Compiled
 
 ROOT = Path(__file__).resolve().parents[2]
 DTYPES = ("float16", "bfloat16")
@@ -128,13 +136,64 @@ def target() -> str:
 
 def tile(d: int, dv: int, dtype: str, causal: object, access_bytes: int = 16) -> tuple[int, int]:
     """(block_m, block_n) of the kernel that such a call takes on this device."""
-    from cuflash.kernels import device_targets, select_config
-    from cuflash.problem import AttentionProblem
-
     mask = "causal" if causal else "full"
-    arch = device_targets(target(), access_bytes)[-1]
-    config = select_config(AttentionProblem(d, dv, dtype, mask, access_bytes, False, arch))  # type: ignore[arg-type]
+    arch = kernels.device_targets(target(), access_bytes)[-1]
+    config = kernels.select_config(AttentionProblem(d, dv, dtype, mask, access_bytes, False, arch))  # type: ignore[arg-type]
     return config.block_m, config.block_n
+
+
+def require_hopper() -> None:
+    """Skips a test of Hopper kernels where calls take none: on other devices, and under ``--family forward_sm80``."""
+    import pytest  # not for the scripts that this module serves, too
+
+    if kernels.device_targets(target())[-1] not in kernels.TMA_TARGETS.values():
+        pytest.skip("GPU test: of Hopper kernels, which calls do not take in this run")
+
+
+class Variant(NamedTuple):
+    """A kernel with a config of the test's choice and, perhaps, changes in its text."""
+
+    problem: AttentionProblem
+    config: KernelConfig
+    mutations: tuple[Mutation, ...] = ()
+
+    @property
+    def unchanged(self) -> Variant:
+        """The kernel as it is rendered."""
+        return self._replace(mutations=())
+
+
+def compile_variant(variant: Variant) -> Compiled:
+    from cuflash.compiler import compile_source
+    from cuflash.render import render
+
+    source = render(variant.problem, variant.config)
+    for mutation in variant.mutations:
+        source = mutation.apply(source)
+    return compile_source(source)
+
+
+@contextmanager
+def kernel_in_use(variant: Variant, compiled: Compiled) -> Iterator[None]:
+    """Inside, calls that need the kernel of the variant's problem take ``compiled``; at least one must."""
+    from cuflash import counters, driver, jit
+
+    problem, config, _ = variant
+    device = driver.current_device()
+    kernel = driver.load_kernel(compiled, config.smem_bytes(problem), device)
+    if jit.takes_counter(config):
+        counters.prepare(device)
+    loaded = jit.LoadedKernel(kernel, problem, config, compiled, "compiled")
+    usual = jit._loaded.get((problem, device))
+    with kernels.use_family(config.family):  # which also forgets plans, at both ends
+        jit._loaded[problem, device] = loaded
+        try:
+            yield
+            assert any(plan.loaded is loaded for plan in jit.PLANS.values()), "no call took the kernel"
+        finally:
+            del jit._loaded[problem, device]
+            if usual is not None:
+                jit._loaded[problem, device] = usual
 
 
 def check_attention(
@@ -162,7 +221,9 @@ def spin(cycles: int = 200_000_000) -> None:
 
 
 def run_python(code: str, env: Mapping[str, str] | None = None, timeout: int = 100) -> Any:
-    """Runs code in a fresh interpreter and returns the JSON of its last line of output."""
+    """Runs code in a fresh interpreter, with this one's kernel family, and returns the JSON of its last line."""
+    if family := kernels.family_in_use():
+        code = f"from cuflash.kernels import use_family\nwith use_family({family!r}):\n    exec({code!r}, globals())"
     full = {**os.environ, "PYTHONPATH": str(ROOT), **(env or {})}
     done = subprocess.run(
         [sys.executable, "-c", code], env=full, cwd=ROOT, capture_output=True, text=True, timeout=timeout, check=False

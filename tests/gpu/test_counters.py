@@ -17,7 +17,7 @@ import cuflash
 from cuflash import counters, driver, jit, kernels
 from cuflash.config import KernelConfig, Sm90Config
 from cuflash.problem import AttentionProblem
-from tests.gpu.support import Array, assert_same_bits, assign, check_attention, draw_qkv, poisoned, spin, target
+from tests.gpu.support import Array, assert_same_bits, assign, check_attention, draw_qkv, poisoned, require_hopper, spin
 
 pytestmark = pytest.mark.gpu
 
@@ -29,8 +29,7 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[int]]:
     """Kernels with a dynamic order, whatever the table says; the counters that launches took, zero at the end."""
     import cupy as cp
 
-    if target() not in kernels.TMA_TARGETS:
-        pytest.skip("GPU test: no Hopper GPU")
+    require_hopper()
     addresses: set[int] = set()
     tuned, take = kernels.select_config, counters.take
 
