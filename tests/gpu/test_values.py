@@ -6,17 +6,20 @@ import numpy as np
 import pytest
 
 import cuflash
+from cuflash.kernels import FAMILIES, use_family
 from cuflash.reference import oracle
 from tests.gpu.support import (
     CAUSAL,
     DTYPES,
     assert_same_bits,
     assign,
+    bits,
     check_attention,
     draw_qkv,
     host_qkv,
     numpy_dtype,
     poisoned,
+    require_hopper,
     swap_layout,
     to_device,
     to_host,
@@ -132,6 +135,26 @@ def test_keys_whose_scores_are_all_minus_infinity(dtype: str) -> None:
     assert (to_host(out) == 0).all() and (to_host(lse) == -np.inf).all()
     k[:, 70:] = 1
     check_attention(*map(to_device, (q, k, v)))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (40, 72), (192, 128), (256, 256)], ids=str)
+def test_rows_that_see_no_key_are_zero_whatever_v_holds(dims: tuple[int, int], family: str) -> None:
+    """Also in tiles whose other rows see keys, and where all scores are -inf."""
+    if family == "forward_sm90":
+        require_hopper()
+    q, k, v = host_qkv((300, 70), (4, 2), dims, "bfloat16")
+    dead = np.s_[:, :230]
+    with use_family(family):
+        for bad in (np.nan, np.inf):
+            v[:, 69] = bad
+            out, lse = cuflash.attention(*map(to_device, (q, k, v)), causal=True, return_lse=True)
+            assert not bits(out)[dead].any() and np.isneginf(to_host(lse)[:, :, :230]).all()
+            v[...] = bad
+            out = cuflash.attention(*map(to_device, (q, k, v)), causal=True)
+            assert not bits(out)[dead].any() and not np.isfinite(to_host(out)[:, 230:].astype(np.float32)).any()
+        q, k = np.abs(q) + q.dtype.type(0.5), np.full_like(k, -np.inf)
+        assert not bits(cuflash.attention(*map(to_device, (q, k, v)))).any()
 
 
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (40, 72), (33, 64), (256, 256)], ids=str)
