@@ -15,7 +15,21 @@ import numpy as np
 
 from .request import Causal
 
-__all__ = ["Array", "attention_cpu", "causal_offset"]
+__all__ = [
+    "Array",
+    "Block",
+    "Scratch",
+    "Tiling",
+    "attention_cpu",
+    "by_query",
+    "causal_offset",
+    "compute_dtype",
+    "gather_rows",
+    "hidden_keys",
+    "products",
+    "scores",
+    "weigh",
+]
 
 Array: TypeAlias = "np.ndarray[Any, Any]"
 
@@ -58,7 +72,7 @@ def attention_cpu(
     if 0 in q.shape[:3]:
         return
     offset = causal_offset(causal, q.shape[2], k.shape[2])
-    call = _Call(q, k, v, out, lse, scale, offset, _Scratch(_compute_dtype(q.dtype, scale)))
+    call = _Call(q, k, v, scale, offset, Scratch(compute_dtype(q.dtype, scale)), out, lse)
     with np.errstate(all="ignore"):  # infinities and NaNs are values here, and quiet ones
         for block in call.blocks():
             _attend(call, block)
@@ -71,13 +85,13 @@ def causal_offset(causal: Causal, seqlen_q: int, seqlen_k: int) -> int:
     return seqlen_k - seqlen_q if causal else seqlen_k
 
 
-def _compute_dtype(dtype: np.dtype[Any], scale: float) -> np.dtype[Any]:
+def compute_dtype(dtype: np.dtype[Any], scale: float) -> np.dtype[Any]:
     """float32, or float64 for float64 inputs and for a scale that would take float32 near its limits."""
     extreme = scale != 0 and not 2.0**-64 < abs(scale) < 2.0**64
     return np.dtype(np.float64 if dtype == np.float64 or extreme else np.float32)
 
 
-class _Scratch:
+class Scratch:
     """Named working arrays that are allocated once and reshaped for every tile."""
 
     def __init__(self, dtype: np.dtype[Any]) -> None:
@@ -111,7 +125,7 @@ class _Scratch:
 
 
 @dataclass(frozen=True)
-class _Block:
+class Block:
     """What one pass over the keys computes: some batches, some key/value heads, some queries."""
 
     batches: slice
@@ -120,15 +134,19 @@ class _Block:
 
 
 @dataclass(frozen=True)
-class _Call:
+class Tiling:
+    """The inputs of a call, and the blocks and tiles that forward and backward cut them into.
+
+    Both take the same ones: then a score has the same bits in both, and no rounding of a large one comes between it
+    and the log-sum-exp.
+    """
+
     q: Array
     k: Array
     v: Array
-    out: Array
-    lse: Array | None
     scale: float
     offset: int
-    scratch: _Scratch
+    scratch: Scratch
 
     @property
     def group(self) -> int:
@@ -140,22 +158,37 @@ class _Call:
         """Whether the scale shrinks Q; one that would enlarge it, perhaps beyond all numbers, is for the scores."""
         return abs(self.scale) <= 1
 
-    def blocks(self) -> Iterator[_Block]:
+    @property
+    def rows(self) -> int:
+        """Queries of a block, for each query head."""
+        return min(self.q.shape[2], max(1, TILE_ROWS // self.group))
+
+    def heads(self) -> Iterator[tuple[slice, slice]]:
+        """Batches and key/value heads that are taken together."""
         batch, heads, seqlen_k, head_dim = self.k.shape
-        seqlen_q = self.q.shape[2]
-        rows = min(seqlen_q, max(1, TILE_ROWS // self.group))
         keys = min(seqlen_k, TILE_KEYS)
-        per_head = max(1, keys * (rows * self.group + head_dim + self.v.shape[3]))
+        per_head = max(1, keys * (self.rows * self.group + head_dim + self.v.shape[3]))
         heads_step = min(heads, max(1, TILE_ELEMENTS // per_head))
         batch_step = max(1, TILE_ELEMENTS // (per_head * heads))
         for b in range(0, batch, batch_step):
             for h in range(0, heads, heads_step):
-                for m in range(0, seqlen_q, rows):
-                    yield _Block(
-                        slice(b, min(b + batch_step, batch)),
-                        slice(h, min(h + heads_step, heads)),
-                        slice(m, min(m + rows, seqlen_q)),
-                    )
+                yield slice(b, min(b + batch_step, batch)), slice(h, min(h + heads_step, heads))
+
+    def queries(self) -> Iterator[slice]:
+        """The queries of each block of the same heads."""
+        seqlen_q = self.q.shape[2]
+        for m in range(0, seqlen_q, self.rows):
+            yield slice(m, min(m + self.rows, seqlen_q))
+
+    def blocks(self) -> Iterator[Block]:
+        """All of the call."""
+        for batches, heads in self.heads():
+            for queries in self.queries():
+                yield Block(batches, heads, queries)
+
+    def query_heads(self, heads: slice) -> slice:
+        """The query heads of some key/value heads."""
+        return slice(heads.start * self.group, heads.stop * self.group)
 
     def key_tiles(self, queries: slice) -> Iterator[tuple[slice, bool]]:
         """The keys that some of these queries see, and whether a tile needs the mask."""
@@ -168,10 +201,18 @@ class _Call:
             yield slice(n, min(n + TILE_KEYS, for_some)), True
 
 
-def _attend(call: _Call, block: _Block) -> None:
+@dataclass(frozen=True)
+class _Call(Tiling):
+    out: Array
+    lse: Array | None
+
+
+def _attend(call: _Call, block: Block) -> None:
     """One block of queries against all its keys. Arrays are (batch, kv head, group * query, ...)."""
     scratch = call.scratch
-    q = _gather_queries(call, block)
+    q = gather_rows(call, block, "q", call.q)
+    if call.scales_queries:
+        q *= call.scale
     batch, heads, rows, _ = q.shape
     column = (batch, heads, rows, 1)
     acc = scratch.full("acc", (batch, heads, rows, call.v.shape[3]), 0.0)
@@ -182,12 +223,10 @@ def _attend(call: _Call, block: _Block) -> None:
     for keys, masked in call.key_tiles(block.queries):
         k = scratch.operand("k", call.k[block.batches, block.heads, keys])
         v = scratch.operand("v", call.v[block.batches, block.heads, keys])
-        p = _scores(scratch, q, k)
-        if not call.scales_queries:
-            p *= call.scale
-        hidden = _hidden(call, block.queries, keys) if masked else None
+        p = scores(call, q, k)
+        hidden = hidden_keys(call, block.queries, keys) if masked else None
         if hidden is not None:
-            np.copyto(_by_query(p, call.group), -np.inf, where=hidden)
+            np.copyto(by_query(p, call.group), -np.inf, where=hidden)
 
         np.max(p, axis=3, keepdims=True, out=new_max)
         np.maximum(row_max, new_max, out=new_max)
@@ -202,23 +241,28 @@ def _attend(call: _Call, block: _Block) -> None:
         row_sum *= correction
         row_sum += tile_sum
         acc *= correction
-        acc += _weigh(scratch, p, v, hidden, call.group)
+        acc += weigh(scratch, p, v, hidden, call.group)
         row_max, new_max = new_max, row_max
 
     _store(call, block, acc, row_max, row_sum)
 
 
-def _gather_queries(call: _Call, block: _Block) -> Array:
-    """The block's queries, scaled if it is they that are; the query heads of a group are rows of one matrix."""
-    heads = slice(block.heads.start * call.group, block.heads.stop * call.group)
-    q = call.scratch.copy("q", call.q[block.batches, heads, block.queries])
-    if call.scales_queries:
-        q *= call.scale
-    batch, _, rows, head_dim = q.shape
-    return q.reshape(batch, -1, call.group * rows, head_dim)
+def gather_rows(call: Tiling, block: Block, name: str, source: Array) -> Array:
+    """The block's rows of Q or the like, copied: the query heads of a group are rows of one matrix."""
+    x = call.scratch.copy(name, source[block.batches, call.query_heads(block.heads), block.queries])
+    batch, _, rows, dim = x.shape
+    return x.reshape(batch, -1, call.group * rows, dim)
 
 
-def _scores(scratch: _Scratch, q: Array, k: Array) -> Array:
+def scores(call: Tiling, q: Array, k: Array) -> Array:
+    """The scaled scores of rows of Q, which are scaled already if it is they that are."""
+    p = products(call.scratch, "p", q, k)
+    if not call.scales_queries:
+        p *= call.scale
+    return p
+
+
+def products(scratch: Scratch, name: str, q: Array, k: Array) -> Array:
     """Q K^T, (batch, kv head, group * query, key).
 
     With many queries the keys come first in memory: then the maximum over the keys is one of whole vectors, where
@@ -226,36 +270,34 @@ def _scores(scratch: _Scratch, q: Array, k: Array) -> Array:
     """
     batch, heads, rows, _ = q.shape
     if rows < VECTOR_ROWS:
-        return np.matmul(q, k.swapaxes(2, 3), out=scratch.empty("p", (batch, heads, rows, k.shape[2])))
-    return np.matmul(k, q.swapaxes(2, 3), out=scratch.empty("p", (batch, heads, k.shape[2], rows))).swapaxes(2, 3)
+        return np.matmul(q, k.swapaxes(2, 3), out=scratch.empty(name, (batch, heads, rows, k.shape[2])))
+    return np.matmul(k, q.swapaxes(2, 3), out=scratch.empty(name, (batch, heads, k.shape[2], rows))).swapaxes(2, 3)
 
 
-def _by_query(x: Array, group: int) -> Array:
+def by_query(x: Array, group: int) -> Array:
     """(batch, kv head, group * query, n) seen as (batch, kv head, group, query, n)."""
     return x.reshape(*x.shape[:2], group, -1, x.shape[3])
 
 
-def _hidden(call: _Call, queries: slice, keys: slice) -> Array:
+def hidden_keys(call: Tiling, queries: slice, keys: slice) -> Array:
     """The causal mask of a tile, (queries, keys): True where a key lies behind what the query may see."""
     last = np.arange(queries.start, queries.stop) + call.offset
     return np.arange(keys.start, keys.stop) > last[:, None]
 
 
-def _weigh(scratch: _Scratch, p: Array, v: Array, hidden: Array | None, group: int) -> Array:
+def weigh(scratch: Scratch, p: Array, v: Array, hidden: Array | None, group: int) -> Array:
     """P V. A NaN or infinity of V must not reach the rows that it is hidden from, although their P is 0 there."""
     product = scratch.empty("product", (*p.shape[:3], v.shape[3]))
     if hidden is None or np.isfinite(v).all():
         return np.matmul(p, v, out=product)
-    by_query = _by_query(product, group)
+    sums, weights = by_query(product, group), by_query(p, group)
     for row, visible in enumerate(np.count_nonzero(~hidden, axis=1)):
-        weights = _by_query(p, group)[:, :, :, row, :visible]
-        by_query[:, :, :, row] = np.matmul(weights, v[:, :, :visible])
+        sums[:, :, :, row] = np.matmul(weights[:, :, :, row, :visible], v[:, :, :visible])
     return product
 
 
-def _store(call: _Call, block: _Block, acc: Array, row_max: Array, row_sum: Array) -> None:
-    heads = slice(block.heads.start * call.group, block.heads.stop * call.group)
-    where = block.batches, heads, block.queries
+def _store(call: _Call, block: Block, acc: Array, row_max: Array, row_sum: Array) -> None:
+    where = block.batches, call.query_heads(block.heads), block.queries
     shape = call.out[where].shape
     if call.lse is not None:
         call.lse[where] = (row_max + np.log(row_sum)).reshape(shape[:3])

@@ -152,7 +152,7 @@ def test_causal_tiles_that_nobody_sees_are_skipped(monkeypatch):
     monkeypatch.setattr(cpu, "TILE_ROWS", 8)
     monkeypatch.setattr(cpu, "TILE_KEYS", 8)
     q, k, v = draw(7, (64, 64), (1, 1), batch=1)
-    call = cpu._Call(q, k, v, q, None, 1.0, 0, cpu._Scratch(q.dtype))
+    call = cpu.Tiling(q, k, v, 1.0, 0, cpu.Scratch(q.dtype))
     seen = [(keys.stop - keys.start) * 8 for block in call.blocks() for keys, _ in call.key_tiles(block.queries)]
     assert sum(seen) == 64 * (64 + 8) // 2
 
