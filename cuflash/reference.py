@@ -14,7 +14,7 @@ from .config import KernelConfig, Sm90Config
 from .cpu import Array, causal_offset
 from .request import Causal
 
-__all__ = ["oracle", "tile_schedule"]
+__all__ = ["oracle", "oracle_backward", "tile_schedule"]
 
 LARGE_PRODUCT = 512.0
 """From here on a kernel subtracts the reference before it multiplies by the scale (see device/softmax.cuh)."""
@@ -40,11 +40,9 @@ def oracle(q: Array, k: Array, v: Array, *, causal: Causal = False, scale: float
         Natural logarithm. Rows that see no key, or only scores of -inf, have 0 and -inf.
     """
     batch, heads, seqlen_q, head_dim = q.shape
-    seqlen_k = k.shape[2]
     group = heads // max(1, k.shape[1])
     scale = 1.0 / math.sqrt(head_dim) if scale is None else scale
-    queries, keys = np.arange(seqlen_q)[:, None], np.arange(seqlen_k)
-    visible = keys <= queries + causal_offset(causal, seqlen_q, seqlen_k)
+    visible = _visible(causal, seqlen_q, k.shape[2])
     out = np.empty((batch, heads, seqlen_q, v.shape[3]))
     lse = np.empty((batch, heads, seqlen_q))
     with np.errstate(all="ignore"):
@@ -55,15 +53,69 @@ def oracle(q: Array, k: Array, v: Array, *, causal: Causal = False, scale: float
     return out, lse
 
 
+def oracle_backward(
+    dout: Array,
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    dlse: Array | None = None,
+    causal: Causal = False,
+    scale: float | None = None,
+) -> tuple[Array, Array, Array]:
+    """The gradients of `oracle`, dense and in float64: of sum(dout * out), and of sum(dlse * lse) where it is given.
+
+    Parameters
+    ----------
+    dout : array (B, Hq, Nq, Dv)
+    q, k, v, causal, scale
+        As in `oracle`.
+    dlse : array (B, Hq, Nq), optional
+
+    Returns
+    -------
+    dq, dk, dv : float64 arrays of the shapes of q, k and v
+        Rows that see no key, or only scores of -inf, have a gradient of 0 and add nothing, whatever dout holds there.
+    """
+    group = q.shape[1] // max(1, k.shape[1])
+    scale = 1.0 / math.sqrt(q.shape[3]) if scale is None else scale
+    visible = _visible(causal, q.shape[2], k.shape[2])
+    dq, dk, dv = (np.zeros(x.shape) for x in (q, k, v))
+    with np.errstate(all="ignore"):
+        for b, h in np.ndindex(*q.shape[:2]):
+            dout1, q1 = (x[b, h].astype(np.float64) for x in (dout, q))
+            k1, v1 = (x[b, h // group].astype(np.float64) for x in (k, v))
+            scores = np.where(visible, scale * q1 @ k1.T, -np.inf)
+            out, lse = _dense_softmax(scores, v1, visible)
+            seen = visible & ~np.isneginf(lse)[:, None]
+            p = np.where(seen, np.exp(scores - lse[:, None]), 0.0)
+            delta = (dout1 * out).sum(axis=1) - (0.0 if dlse is None else dlse[b, h].astype(np.float64))
+            ds = np.where(seen, p * (dout1 @ v1.T - delta[:, None]), 0.0)
+            dq[b, h] = scale * _product(ds, k1, seen)
+            dk[b, h // group] += scale * _product(ds.T, q1, seen.T)
+            dv[b, h // group] += _product(p.T, dout1, seen.T)
+    return dq, dk, dv
+
+
+def _visible(causal: Causal, seqlen_q: int, seqlen_k: int) -> Array:
+    """Which query sees which key, (queries, keys)."""
+    queries, keys = np.arange(seqlen_q)[:, None], np.arange(seqlen_k)
+    return keys <= queries + causal_offset(causal, seqlen_q, seqlen_k)
+
+
+def _product(weights: Array, values: Array, seen: Array) -> Array:
+    """Weights @ values; a NaN or infinity reaches only the rows that see it, for 0 * NaN is NaN."""
+    if np.isfinite(values).all():
+        return weights @ values
+    rows = [weights[i, visible] @ values[visible] for i, visible in enumerate(seen)]
+    return np.array(rows).reshape(len(weights), values.shape[1])
+
+
 def _dense_softmax(scores: Array, v: Array, visible: Array) -> tuple[Array, Array]:
     top = np.max(scores, axis=1, keepdims=True, initial=-np.inf)
     weights = np.exp(scores - np.where(top == -np.inf, 0.0, top))
     total = weights.sum(axis=1, keepdims=True)
-    if np.isfinite(v).all():
-        out = weights @ v
-    else:  # 0 * NaN is NaN: leave out what a row does not see instead of weighing it with 0
-        out = np.array([weights[i, seen] @ v[seen] for i, seen in enumerate(visible)]).reshape(len(scores), v.shape[1])
-    out = np.where(total == 0.0, 0.0, out / total)
+    out = np.where(total == 0.0, 0.0, _product(weights, v, visible) / total)
     return out, (top + np.log(total))[:, 0]
 
 
