@@ -84,8 +84,9 @@ def attention(
     if kind is None:
         from .arrays import bridge
 
-        options = {"causal": causal, "scale": scale, "layout": layout, "return_lse": return_lse}
-        return bridge.call(attention, (q, k, v), out, options)
+        options: dict[str, Any] = {"causal": causal, "scale": scale, "layout": layout, "return_lse": return_lse}
+        outputs = {} if out is None else {"out": out}
+        return bridge.call(lambda views: attention(**views, **options), {"q": q, "k": k, "v": v}, outputs)
     out_key, out_at = None, 0
     key: Any
     try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -30,7 +30,8 @@ def request_for(arrays: Sequence[Any], out: Any, **options: Any) -> Request:
     if kind_of(arrays[0]) is None:
         from .arrays import bridge
 
-        arrays, out = bridge.views(arrays, out)
+        viewed = bridge.views(dict(zip("qkv", arrays, strict=True)), {} if out is None else {"out": out})
+        arrays, out = [viewed[name] for name in "qkv"], viewed.get("out")
     return make_request(arrays, out, **options)
 
 
@@ -46,6 +47,16 @@ def make_request(arrays: Sequence[Any], out: Any, *, causal: Any, scale: Any, la
     UnsupportedError
         A legal request that cuflash does not serve.
     """
+    request = check_call(arrays, out, causal=causal, scale=scale, layout=layout, return_lse=return_lse)
+    if request.device != CPU:
+        check_gpu(request)
+    return request
+
+
+def check_call(
+    arrays: Sequence[Any], out: Any, *, causal: Any, scale: Any, layout: Any, return_lse: Any = False
+) -> Request:
+    """What `make_request` checks wherever the arrays are."""
     layout = _check_layout(layout)
     operands = _adopt(dict(zip(("q", "k", "v"), arrays, strict=True)) | ({} if out is None else {"out": out}))
     q, k, v = operands[:3]
@@ -58,12 +69,10 @@ def make_request(arrays: Sequence[Any], out: Any, *, causal: Any, scale: Any, la
         layout=layout,
         causal=_check_causal(causal),
         scale=_check_scale(scale, q),
-        return_lse=_check_flag("return_lse", return_lse),
+        return_lse=check_flag("return_lse", return_lse),
     )
     if request.out is not None:
-        _check_out(request, request.out)
-    if request.device != CPU:
-        check_gpu(request)
+        check_written(request.out, request.out_shape, "this call's output has")
     return request
 
 
@@ -81,7 +90,7 @@ def _check_layout(layout: Any) -> str:
     return layout
 
 
-def _check_flag(name: str, value: Any) -> bool:
+def check_flag(name: str, value: Any) -> bool:
     if not isinstance(value, BOOLEAN) or value not in (False, True):
         raise TypeError(f"{name} is {value!r}; accepted are True and False")
     return bool(value)
@@ -131,19 +140,24 @@ def _adopt(arrays: dict[str, Any]) -> list[Operand]:
         operands.append(kind.operand(name, x))
     q = operands[0]
     for other in operands[1:]:
-        if other.kind is not q.kind:
-            from .arrays import bridge
-
-            raise TypeError(bridge.mixed(q.kind.LABEL, other.name, other.kind.LABEL))
-        if other.device != q.device:
-            raise ValueError(
-                f"q is on {q.place} and {other.name} on {other.place}; all arrays of a call must be on one device"
-            )
+        check_fellow(q, other)
         if other.dtype != q.dtype:
             raise TypeError(
                 f"q has dtype {q.dtype} and {other.name} {other.dtype}; all arrays of a call must have one dtype"
             )
     return operands
+
+
+def check_fellow(q: Operand, other: Operand) -> None:
+    """Refuse an array that is of another kind than Q, or elsewhere."""
+    if other.kind is not q.kind:
+        from .arrays import bridge
+
+        raise TypeError(bridge.mixed(q.kind.LABEL, other.name, other.kind.LABEL))
+    if other.device != q.device:
+        raise ValueError(
+            f"q is on {q.place} and {other.name} on {other.place}; all arrays of a call must be on one device"
+        )
 
 
 def _check_shapes(q: Operand, k: Operand, v: Operand, layout: str) -> None:
@@ -174,11 +188,12 @@ def _check_shapes(q: Operand, k: Operand, v: Operand, layout: str) -> None:
             raise UnsupportedError(f"{x.name} has head dim {x.shape[d]}; cuflash takes 1 to {MAX_HEAD_DIM}: {given}")
 
 
-def _check_out(request: Request, out: Operand) -> None:
-    if out.shape != request.out_shape:
-        raise ValueError(f"out has shape {out.shape}; this call's output has {request.out_shape}")
+def check_written(out: Operand, shape: tuple[int, ...], whose: str) -> None:
+    """Check an array that is to receive a result: its shape, and that all of its elements can be written."""
+    if out.shape != shape:
+        raise ValueError(f"{out.name} has shape {out.shape}; {whose} {shape}")
     if not out.writable:
-        raise ValueError("out is read-only; pass a writable array")
+        raise ValueError(f"{out.name} is read-only; pass a writable array")
     if 0 in out.shape:
         return
     reach = ITEM_BYTES[out.dtype]
@@ -186,8 +201,8 @@ def _check_out(request: Request, out: Operand) -> None:
         if extent > 1:
             if stride < reach:
                 raise ValueError(
-                    f"out has strides {out.strides} (bytes) for shape {out.shape}: elements share memory, as in a "
-                    "broadcast array; pass one whose elements are apart"
+                    f"{out.name} has strides {out.strides} (bytes) for shape {out.shape}: elements share memory, as in "
+                    "a broadcast array; pass one whose elements are apart"
                 )
             reach += stride * (extent - 1)
 
@@ -219,19 +234,23 @@ def check_gpu(request: Request) -> None:
 
 
 def check_apart(request: Request) -> None:
-    """Refuse an ``out`` that shares memory with an input.
+    """Refuse an ``out`` that shares memory with an input."""
+    assert request.out is not None
+    refuse_shared(request.out, (request.q, request.k, request.v))
+
+
+def refuse_shared(out: Operand, others: Iterable[Operand]) -> None:
+    """Refuse an array to write that shares memory with another.
 
     Arrays whose spans meet but whose elements do not, such as the parts of one packed array, are told apart exactly.
     """
-    out = request.out
-    assert out is not None
-    for x in (request.q, request.k, request.v):
+    for x in others:
         try:
             shared = np.shares_memory(_outline(x), _outline(out), max_work=EXACT_OVERLAP_WORK)  # type: ignore[arg-type]
         except np.exceptions.TooHardError:
             shared = True
         if shared:
-            raise ValueError(f"out shares memory with {x.name}; pass an array of its own")
+            raise ValueError(f"{out.name} shares memory with {x.name}; pass an array of its own")
 
 
 class _Outline:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -23,8 +23,8 @@ HOST_DEVICES = (1, 3)
 """DLPack's device types: CUDA and CUDA-managed memory; CPU and CUDA-pinned memory."""
 
 
-def views(arrays: Sequence[Any], out: Any) -> tuple[list[Any], Any]:
-    """CuPy or NumPy views of foreign arrays (q, k, v), and of ``out`` unless it is None.
+def views(inputs: Mapping[str, Any], outputs: Mapping[str, Any]) -> dict[str, Any]:
+    """CuPy or NumPy views of foreign arrays: of the arguments of a call, "q" first, and of what it shall write.
 
     Raises
     ------
@@ -33,31 +33,34 @@ def views(arrays: Sequence[Any], out: Any) -> tuple[list[Any], Any]:
     UnsupportedError
         A JAX tracer or sharded array; a device that is neither CUDA nor CPU.
     """
-    named = dict(zip(("q", "k", "v"), arrays, strict=True)) | ({} if out is None else {"out": out})
+    named = {**inputs, **outputs}
     labels = {name: label(name, x) for name, x in named.items()}
     for name, found in labels.items():
         if found != labels["q"]:
             raise TypeError(mixed(labels["q"], name, found))
-    is_jax = _is_jax(arrays[0])
-    if is_jax and out is not None:
-        raise TypeError("out is a JAX array, which cannot be written; leave it out")
-    viewed = [(_view_jax if is_jax else _view_dlpack)(name, x) for name, x in named.items()]
+    is_jax = _is_jax(named["q"])
+    if is_jax:
+        for name in outputs:
+            raise TypeError(f"{name} is a JAX array, which cannot be written; leave it out")
+    viewed = {name: (_view_jax if is_jax else _view_dlpack)(name, x) for name, x in named.items()}
     if is_jax:
         _check_jax_devices(named)
-    return viewed[:3], None if out is None else viewed[3]
+    return viewed
 
 
-def call(function: Callable[..., Any], arrays: Sequence[Any], out: Any, options: Mapping[str, Any]) -> Any:
-    """Call ``function(q, k, v, out=..., **options)`` with views of foreign arrays; results are of their kind."""
-    viewed, out_view = views(arrays, out)
-    on_gpu = not isinstance(viewed[0], np.ndarray)
-    with _on_device_of(viewed[0]) if on_gpu else nullcontext():
-        result = function(*viewed, out=out_view, **options)
+def call(function: Callable[[dict[str, Any]], Any], inputs: Mapping[str, Any], outputs: Mapping[str, Any]) -> Any:
+    """Call a function with `views` of foreign arrays; its results are of their kind."""
+    viewed = views(inputs, outputs)
+    q, q_view = inputs["q"], viewed["q"]
+    on_gpu = not isinstance(q_view, np.ndarray)
+    with _on_device_of(q_view) if on_gpu else nullcontext():
+        result = function(viewed)
         if on_gpu:
-            _keeper.hold((*arrays, out))
-        give_back = _to_jax if _is_jax(arrays[0]) else _to_producer
+            _keeper.hold((*inputs.values(), *outputs.values()))
+        give_back = _to_jax if _is_jax(q) else _to_producer
         results = result if isinstance(result, tuple) else (result,)
-        given = [out if x is out_view else give_back(x, arrays[0]) for x in results]
+        written = {id(viewed[name]): x for name, x in outputs.items()}
+        given = [written[id(x)] if id(x) in written else give_back(x, q) for x in results]
     return tuple(given) if isinstance(result, tuple) else given[0]
 
 
@@ -106,7 +109,7 @@ def _view_jax(name: str, x: Any) -> Any:
 
     if isinstance(x, jax.core.Tracer):
         raise UnsupportedError(
-            f"{name} is a JAX tracer: cuflash.attention cannot be called under jax.jit, jax.grad or jax.vmap yet; "
+            f"{name} is a JAX tracer: cuflash cannot be called under jax.jit, jax.grad or jax.vmap yet; "
             "call it with concrete arrays"
         )
     devices = list(x.devices())
