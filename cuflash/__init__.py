@@ -14,6 +14,7 @@ from .errors import CompileError, DriverError, MissingKernelError, UnsupportedEr
 
 if TYPE_CHECKING:
     from .api import attention, warmup
+    from .backward import attention_backward
     from .explanation import Explanation, explain
 
 __version__ = "0.1.0"
@@ -26,11 +27,18 @@ __all__ = [
     "UnsupportedError",
     "__version__",
     "attention",
+    "attention_backward",
     "explain",
     "warmup",
 ]
 
-_HOMES = {"attention": "api", "warmup": "api", "explain": "explanation", "Explanation": "explanation"}
+_HOMES = {
+    "attention": "api",
+    "attention_backward": "backward",
+    "warmup": "api",
+    "explain": "explanation",
+    "Explanation": "explanation",
+}
 """Names that load their module when they are first used: importing cuflash costs next to nothing."""
 
 

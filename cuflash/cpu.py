@@ -161,7 +161,7 @@ class Tiling:
     @property
     def rows(self) -> int:
         """Queries of a block, for each query head."""
-        return min(self.q.shape[2], max(1, TILE_ROWS // self.group))
+        return min(int(self.q.shape[2]), max(1, TILE_ROWS // self.group))
 
     def heads(self) -> Iterator[tuple[slice, slice]]:
         """Batches and key/value heads that are taken together."""

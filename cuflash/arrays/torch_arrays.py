@@ -75,8 +75,8 @@ def operand(name: str, x: Any, /) -> Operand:
         raise UnsupportedError(f"{name} is on device {x.device}; cuflash takes CUDA and CPU tensors")
     if x.requires_grad and is_grad_enabled():
         raise UnsupportedError(
-            f"{name} requires grad, and cuflash.attention has no gradient yet: call it under torch.no_grad(), "
-            f"or pass {name}.detach()"
+            f"{name} requires grad, and autograd cannot see through cuflash yet: call it under torch.no_grad(), or "
+            f"pass {name}.detach(); cuflash.attention_backward computes gradients of CPU tensors"
         )
     if watcher := _watcher(x):
         raise UnsupportedError(

@@ -146,3 +146,36 @@ def test_empty() -> None:
     assert (out == 0).all() and jnp.isneginf(lse).all() and out.shape == q.shape
     assert cuflash.attention(q[:, :0], q, q).shape == (1, 0, 2, 8)
     cuflash.warmup(q, q, q)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_backward(dtype: str) -> None:
+    """JAX in, JAX out, the same numbers as on NumPy arrays."""
+    host = [*host_qkv(dtype)]
+    out, lse = cuflash.attention(*host, causal=True, return_lse=True)
+    arguments = [np.ascontiguousarray(host[0][::-1]), *host, out, lse]
+    dlse = np.random.default_rng(1).standard_normal(lse.shape, np.float32)
+    expected = cuflash.attention_backward(*arguments, dlse=dlse, causal=True)
+    arrays = [jnp.asarray(x) for x in arguments]
+    grads = cuflash.attention_backward(*arrays, dlse=jnp.asarray(dlse), causal=True)
+    for grad, wanted in zip(grads, expected, strict=True):
+        assert isinstance(grad, jax.Array) and grad.devices() == arrays[0].devices()
+        assert grad.dtype == arrays[0].dtype and np.array_equal(np.asarray(grad), wanted)
+
+
+def test_backward_agrees_with_jax_grad() -> None:
+    q, k, v = map(jnp.asarray, host_qkv())
+    dout = jnp.flip(q, axis=1)
+    out, lse = cuflash.attention(q, k, v, causal=True, return_lse=True)
+    _, pull = jax.vjp(lambda q, k, v: jax.nn.dot_product_attention(q, k, v, is_causal=True), q, k, v)
+    for ours, theirs in zip(cuflash.attention_backward(dout, q, k, v, out, lse, causal=True), pull(dout), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-3, atol=1e-5)
+
+
+def test_backward_refusals() -> None:
+    q, k, v = map(jnp.asarray, host_qkv())
+    out, lse = cuflash.attention(q, k, v, return_lse=True)
+    with pytest.raises(TypeError, match=r"grads\[0\] is a JAX array, which cannot be written"):
+        cuflash.attention_backward(out, q, k, v, out, lse, grads=(q, k, v))
+    with pytest.raises(cuflash.UnsupportedError, match="q is a JAX tracer"):
+        jax.jit(cuflash.attention_backward)(out, q, k, v, out, lse)

@@ -317,3 +317,89 @@ assert torch.equal(cuflash.attention(q.bfloat16(), q.bfloat16(), q.bfloat16()), 
 """
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+# --- gradients -------------------------------------------------------------------------------------------------
+
+
+def math_attention(q: Any, k: Any, v: Any, causal: Any, scale: float) -> tuple[Any, Any]:
+    """Dense attention and its LSE by torch's operations, in bshd: what autograd differentiates."""
+    group = q.shape[2] // k.shape[2]
+    q, k, v = q.transpose(1, 2), *(x.transpose(1, 2).repeat_interleave(group, dim=1) for x in (k, v))
+    scores = scale * q @ k.mT
+    if causal:
+        offset = k.shape[2] - q.shape[2] if causal == "bottom_right" else 0
+        hidden = torch.arange(k.shape[2]) > torch.arange(q.shape[2])[:, None] + offset
+        scores = scores.masked_fill(hidden, float("-inf"))
+    return (scores.softmax(dim=-1) @ v).transpose(1, 2), scores.logsumexp(dim=-1)
+
+
+def backward_case(dtype: str, causal: Any) -> tuple[list[Any], list[Any]]:
+    """q, k, v; what arrives at the output and the LSE. Every query sees a key."""
+    generator = torch.Generator().manual_seed(1)
+    shapes = (2, 20, 6, 16), (2, 33, 2, 16), (2, 33, 2, 24), (2, 20, 6, 24), (2, 6, 20)
+    *arrays, dlse = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
+    arrays = [x.to(getattr(torch, dtype)) for x in arrays]
+    return arrays[:3], [arrays[3], dlse if dtype == "float64" else dlse.float()]
+
+
+@pytest.mark.parametrize("causal", [False, "bottom_right", "top_left"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_backward_agrees_with_autograd_of_math_attention(dtype: str, causal: Any) -> None:
+    """Against float64 autograd on the same inputs, through the output and the LSE."""
+    inputs, (dout, dlse) = backward_case(dtype, causal)
+    out, lse = cuflash.attention(*inputs, causal=causal, scale=-0.3, return_lse=True)
+    grads = cuflash.attention_backward(dout, *inputs, out, lse, dlse=dlse, causal=causal, scale=-0.3)
+    exact = [x.double().requires_grad_() for x in inputs]
+    expected = torch.autograd.grad(math_attention(*exact, causal, -0.3), exact, [dout.double(), dlse.double()])
+    for grad, like, reference in zip(grads, inputs, expected, strict=True):
+        assert type(grad) is torch.Tensor and grad.dtype is like.dtype and grad.is_contiguous()
+        unit = torch.finfo(grad.dtype).eps if dtype != "float32" else 8 * torch.finfo(grad.dtype).eps
+        error = (grad.double() - reference).norm() / reference.norm()
+        assert error < (100 if dtype == "float64" else 1) * unit
+
+
+def test_backward_writes_grads_and_tells_autograd() -> None:
+    inputs, (dout, dlse) = backward_case("bfloat16", True)
+    out, lse = cuflash.attention(*inputs, causal=True, return_lse=True)
+    plain = cuflash.attention_backward(dout, *inputs, out, lse, dlse=dlse, causal=True)
+    grads = tuple(torch.full_like(x, float("nan")) for x in inputs)
+    versions = [x._version for x in grads]
+    result = cuflash.attention_backward(dout, *inputs, out, lse, dlse=dlse, causal=True, grads=grads)
+    assert all(x is y and torch.equal(x, z) for x, y, z in zip(result, grads, plain, strict=True))
+    assert all(x._version > before for x, before in zip(grads, versions, strict=True))
+
+
+def test_backward_inside_an_autograd_function() -> None:
+    """How a user makes it differentiable today; torch's own check agrees."""
+
+    class Attention(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, q: Any, k: Any, v: Any) -> Any:
+            out, lse = cuflash.attention(q, k, v, causal=True, return_lse=True)
+            ctx.save_for_backward(q, k, v, out, lse)
+            return out
+
+        @staticmethod
+        def backward(ctx: Any, dout: Any) -> Any:
+            return cuflash.attention_backward(dout, *ctx.saved_tensors, causal=True)
+
+    inputs = [x[:1, :5, :2, :3].clone().requires_grad_() for x in backward_case("float64", True)[0]]
+    assert torch.autograd.gradcheck(Attention.apply, inputs)
+
+
+def test_backward_refusals(backend: FakeGpu | None) -> None:
+    q, k, v = qkv()
+    out, lse = cuflash.attention(q, k, v, return_lse=True)
+    if backend:
+        with pytest.raises(cuflash.UnsupportedError, match=r"q is on cuda:0, .* on the CPU only so far.*q\.cpu\(\)"):
+            cuflash.attention_backward(out, q, k, v, out, lse)
+        return
+    with pytest.raises(cuflash.UnsupportedError, match="k requires grad"):
+        cuflash.attention_backward(out, q, k.requires_grad_(), v, out, lse)
+    with pytest.raises(TypeError, match="q is a torch tensor and dout a NumPy array"):
+        cuflash.attention_backward(out.numpy(), q, k.detach(), v, out, lse)
+    with pytest.raises(ValueError, match=r"grads\[0\] .*share memory"):
+        cuflash.attention_backward(
+            out, q, k.detach(), v, out, lse, grads=(q[:1].expand(q.shape), torch.empty_like(k), torch.empty_like(v))
+        )
