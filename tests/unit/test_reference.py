@@ -7,6 +7,7 @@ import math
 import numpy as np
 import pytest
 
+from cuflash.reference import oracle_backward
 from tests.oracle import assert_accurate, assert_lse, measure, oracle, ordinary, randn
 
 
@@ -51,6 +52,27 @@ def test_rows_without_a_visible_key():
     out, lse = oracle(x, x[:, :, :2], x[:, :, :2], causal="bottom_right")
     assert np.array_equal(out[0, 0, :, 0], [0, 0, 1, 1])
     assert np.array_equal(np.isneginf(lse[0, 0]), [True, True, False, False])
+
+
+@pytest.mark.parametrize("causal", [False, "bottom_right", "top_left"])
+@pytest.mark.parametrize("lengths", [(3, 5), (5, 3)])
+def test_backward_oracle_agrees_with_central_differences(causal, lengths):
+    """Of sum(dout * out) + sum(dlse * lse), the latter over rows that see a key."""
+    rng = np.random.default_rng(2)
+    arrays = {"q": rng.standard_normal((1, 4, lengths[0], 3)), "k": rng.standard_normal((1, 2, lengths[1], 3))}
+    arrays["v"] = rng.standard_normal((1, 2, lengths[1], 2))
+    dout, dlse = rng.standard_normal((1, 4, lengths[0], 2)), rng.standard_normal((1, 4, lengths[0]))
+
+    def loss(name, at, step):
+        moved = {key: x.copy() for key, x in arrays.items()}
+        moved[name][at] += step
+        out, lse = oracle(**moved, causal=causal, scale=-0.7)
+        return (dout * out).sum() + (dlse * np.where(np.isneginf(lse), 0.0, lse)).sum()
+
+    grads = oracle_backward(dout, **arrays, dlse=dlse, causal=causal, scale=-0.7)
+    for name, grad in zip("qkv", grads, strict=True):
+        expected = [(loss(name, at, 1e-5) - loss(name, at, -1e-5)) / 2e-5 for at in np.ndindex(grad.shape)]
+        np.testing.assert_allclose(grad.ravel(), expected, rtol=1e-7, atol=1e-8)
 
 
 def test_nan_stays_where_it_is_seen():
