@@ -189,6 +189,10 @@ class Sm90Config(KernelConfig):
     def __post_init__(self) -> None:
         if self.block_m % WARPGROUP_ROWS or self.consumers not in _REGISTERS:
             raise ValueError(f"block_m is {self.block_m}; accepted are 64, 128 and 192")
+        if self.block_n % 16 or not 16 <= self.block_n <= 256:
+            raise ValueError(f"block_n is {self.block_n}; accepted are multiples of 16 up to 256")
+        if self.stages < 2:
+            raise ValueError(f"stages is {self.stages}; accepted are 2 and more: one is read while another is filled")
         if self.q_stages not in (1, 2):
             raise ValueError(f"q_stages is {self.q_stages}; accepted are 1 and 2")
         if self.tma_store and self.q_stages != 2:
@@ -236,7 +240,7 @@ class Sm90Config(KernelConfig):
         order = "a counter" if self.dynamic else "static order"
         return (
             f"{self.block_m} queries x {self.block_n} keys, {self.consumers} consumer warpgroups{together}, "
-            f"{self.stages} stages, {self.q_stages} Q buffers, O by {out}, work by {order}"
+            f"{self.stages} stages, {self.q_stages} Q buffer{'s' * (self.q_stages > 1)}, O by {out}, work by {order}"
         )
 
     def smem_sizes(self, problem: AttentionProblem) -> Sequence[tuple[str, int]]:

@@ -176,7 +176,8 @@ def explain(
         on_cpu = request.device == CPU
         if not on_cpu:
             target = arch_for(ARCHES[arch].compute_capability) if arch else jit.device_arch(request.device)
-            problem = kernels.problem_for(request, target.name)
+            runs = request.rows > 0 and request.seqlen_k > 0
+            problem = kernels.problem_for(request, target.name) if runs else None
     except (ValueError, TypeError, UnsupportedError) as error:
         return Explanation(refused=str(error), rule=type(error).__name__)
     if on_cpu:
@@ -233,9 +234,12 @@ def explain_cpu(request: Request) -> Explanation:
 
 
 def explain_gpu(
-    request: Request, problem: AttentionProblem, arch: Arch, *, planned: bool, compile: bool
+    request: Request, problem: AttentionProblem | None, arch: Arch, *, planned: bool, compile: bool
 ) -> Explanation:
-    """The kernel, where its code is, and what the call costs on the device or on the card that stands for ``arch``."""
+    """The kernel, where its code is, and what the call costs on the device or on the card that stands for ``arch``.
+
+    No problem: the call launches nothing.
+    """
     device = cost.NOMINAL_DEVICES[arch.name] if planned else device_model(request.device, arch)
     shape = shape_of(request)
     base = Explanation(
@@ -246,7 +250,7 @@ def explain_gpu(
         standard_bytes=shape.standard_bytes,
         notes=("nothing is launched: the call has no rows or no keys",),
     )
-    if request.rows == 0 or request.seqlen_k == 0:
+    if problem is None:
         return base
     kernel = explain_kernel(request, problem, device, planned=planned, compile=compile)
     return dataclasses.replace(

@@ -316,9 +316,10 @@ class TmaPlan(CallPlan):
         self._counted = takes_counter(loaded.config)
 
     def launch(self, q: int, k: int, v: int, out: int, lse: int, stream: int) -> None:
+        # The buffer first: where this thread has no context yet, it makes one current, which tensor maps need as well.
+        buffer = _buffers.of_device.get(self.device) or _buffers.new(self.device)
         maps = _places.get((self, q, k, v, out)) or self._encode(q, k, v, out)
         ((grid, tail),) = self.launches
-        buffer = _buffers.of_device.get(self.device) or _buffers.new(self.device)
         counter = counters.take(self.device, stream) if self._counted else counters.NO_COUNTER
         _pack_sm90(buffer.block, 0, maps, out, lse, counter, tail)
         driver.launch(self._handle, grid, self._block, self._smem_bytes, stream, buffer.address)
@@ -432,6 +433,12 @@ _table_lock = threading.Lock()
 def remember(key: Hashable, plan: CallPlan) -> None:
     """Enter a plan into the table; readers need no lock."""
     _keep(PLANS, key, plan, MAX_PLANS)
+
+
+def forget_plans() -> None:
+    """Empty the table."""
+    with _table_lock:
+        PLANS.clear()
 
 
 Key = TypeVar("Key")

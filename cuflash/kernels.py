@@ -106,18 +106,19 @@ def family_in_use() -> str | None:
 def use_family(name: str) -> Iterator[None]:
     """Inside, all calls of the process take kernels of one family: for tests and benchmarks.
 
-    Calls that it cannot serve are refused. Plans made before or inside are forgotten at both ends.
+    Calls that it cannot serve are refused. Plans made before or inside are forgotten at both ends; a plan that another
+    thread is making at that moment is not, so let no other thread make first calls meanwhile.
     """
     global _family_in_use
     from . import jit
 
     previous, _family_in_use = _family_in_use, FAMILIES[name].name
-    jit.PLANS.clear()
+    jit.forget_plans()
     try:
         yield
     finally:
         _family_in_use = previous
-        jit.PLANS.clear()
+        jit.forget_plans()
 
 
 # --- names -----------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from .tuning import SLACK, Row, row_for
 ARCHES = ("sm_90a",)
 
 
-# Turns of the consumers are worth 2-8 % in every row. With a second Q buffer O leaves through the first by TMA.
+# Turns of the consumers are worth up to 7 %. With a second Q buffer O leaves through the first by TMA.
 def _row(
     head_dim: int,
     block_m: int,
@@ -42,19 +42,19 @@ FORWARD = (
     _row(64, 192, 128, stages=3, q_stages=2, masks=("full",),
          reason="three consumers: softmax weighs most where the head dim is small"),
     _row(64, 192, 128, stages=3, q_stages=2, masks=("causal",), dynamic=True,
-         reason="as above; a counter, since tiles differ in length"),
+         reason="three consumers, as without a mask; a counter, since tiles differ in length"),
     _row(128, 128, 128, stages=2, q_stages=2, masks=("full",),
          reason="two Q buffers hide the work tiles' boundaries; 193 KiB"),
     _row(128, 128, 128, stages=2, q_stages=2, masks=("causal",), dynamic=True,
-         reason="as above; the counter is worth 25 % at N = 4096"),
+         reason="two Q buffers; a counter, worth 25 % at N = 4096"),
     _row(192, 128, 128, stages=2, q_stages=1, masks=("full",), head_dim_v=128,
          reason="one Q buffer leaves room for 128 keys: 769 TFLOP/s at N = 4096, two and 96 keys 747"),
     _row(192, 128, 128, stages=2, q_stages=1, masks=("causal",), head_dim_v=128, dynamic=True,
-         reason="as above: 711, two Q buffers and 96 keys 693"),
+         reason="one Q buffer and 128 keys: 711 TFLOP/s at N = 4096, two and 96 keys 693"),
     _row(192, 128, 112, stages=2, q_stages=1, masks=("full",),
-         reason="as above: 767, two Q buffers and 80 keys 755"),
+         reason="one Q buffer and 112 keys: 767 TFLOP/s at N = 4096, two and 80 keys 755"),
     _row(192, 128, 96, stages=2, q_stages=1, masks=("causal",), dynamic=True,
-         reason="as above: 695, 112 keys 692, two Q buffers and 80 keys 692"),
+         reason="one Q buffer and 96 keys: 695 TFLOP/s at N = 4096, 112 keys 692, two and 80 keys 692"),
     _row(256, 128, 80, stages=2, q_stages=1, masks=("full",),
          reason="225 KiB with one Q buffer; O takes 128 registers"),
     _row(256, 128, 64, stages=2, q_stages=1, masks=("causal",), dynamic=True,

@@ -323,9 +323,13 @@ def test_ctrl_c_ends_a_build(tmp_path):
         "--prebuilt",
         tmp_path,
     ]
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
-    )
+    previous = signal.signal(signal.SIGINT, signal.default_int_handler)  # a test run in the background ignores it
+    try:
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+        )
+    finally:
+        signal.signal(signal.SIGINT, previous)
     deadline = time.monotonic() + 120
     while not list(tmp_path.glob("v1/cuflash_*")) and time.monotonic() < deadline:
         time.sleep(0.1)

@@ -142,7 +142,7 @@ def test_the_grid_holds_what_was_chosen_by_measuring(arch, d):
 @pytest.mark.compile
 @pytest.mark.parametrize(("family", "changes"), [("forward_sm80", "block_n=32"), ("forward_sm90", "block_n=48")])
 def test_configs_are_compiled_once_and_recorded(tmp_path, capsys, family, changes):
-    words = ["bench", "--sweep", "32", changes, "block_n=6400", "--family", family, "--compile-only", "--arch", "sm_90"]
+    words = ["bench", "--sweep", "32", changes, "stages=640", "--family", family, "--compile-only", "--arch", "sm_90"]
     shown = []
     for _ in range(2):
         assert main([*words, "--kernels", str(tmp_path / "k"), "--output", str(tmp_path / "r"), "-j", "1"]) == 0

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cuflash
-from cuflash import jit, kernels
+from cuflash import driver, jit, kernels
 from cuflash.arch import ARCHES, sm90
 from cuflash.checks import MAX_BATCH_HEADS, make_request
 from cuflash.config import Sm90Config
@@ -323,6 +323,37 @@ def test_threads_share_the_maps(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -
         assert (k - q, v - q) == (1 << 40, 2 << 40)
 
 
+def test_a_thread_without_a_context_gets_one_before_it_makes_tensor_maps(
+    gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """cuTensorMapEncodeTiled needs a current context, which a thread that CUDA does not know lacks."""
+    at_home: set[int] = set()
+    encode = gpu.encode_tensor_map
+
+    def encode_with_context(*args: Any) -> bytes:
+        assert threading.get_ident() in at_home
+        return encode(*args)
+
+    monkeypatch.setattr(driver, "ensure_context", lambda device: at_home.add(threading.get_ident()))
+    monkeypatch.setattr(driver, "encode_tensor_map", encode_with_context)
+
+    def call(base: int) -> None:
+        q, k, v = (gpu.at(base + (i << 30), (1, 64, 2, 64)) for i in range(3))
+        cuflash.attention(q, k, v, out=gpu.at(base + (3 << 30), (1, 64, 2, 64)))
+
+    call(1 << 40)  # plans, and makes maps for these addresses
+    with ThreadPoolExecutor(1) as fresh:
+        fresh.submit(call, 2 << 40).result()
+    assert len(gpu.launches) == 2 and len(at_home) == 2
+
+
+def test_explain_serves_an_empty_call_as_attention_does(gpu: FakeGpu) -> None:
+    q, k = gpu.at(1 << 40, (1, 0, 2, 60)), gpu.at(2 << 40, (1, 5, 2, 60))
+    with kernels.use_family("forward_sm90"):
+        assert cuflash.attention(q, k, k).shape == q.shape
+        assert cuflash.explain(q, k, k).refused is None
+
+
 # --- configs ---------------------------------------------------------------------------------------------------
 
 
@@ -399,3 +430,10 @@ def test_shipped_kernels() -> None:
     assert len(shipped) == len(kernels.SHIPPED_HEAD_DIMS) * len(DTYPES) * len(MASKS) + 3 * len(MASKS)
     symbols = {kernels.symbol(problem, kernels.select_config(problem)) for problem in shipped}
     assert len(symbols) == len(shipped) and all(symbol.startswith("cuflash_fwd_sm90_d") for symbol in symbols)
+
+
+@pytest.mark.parametrize("change", [{"block_n": 24}, {"block_n": 264}, {"block_n": 0}, {"stages": 1}])
+def test_impossible_tiles_are_refused(change: dict[str, int]) -> None:
+    config = Sm90Config(block_m=128, block_n=128, stages=2, q_stages=2, ping_pong=True, tma_store=True)
+    with pytest.raises(ValueError, match=next(iter(change))):
+        dataclasses.replace(config, **change)
