@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from itertools import product
 from typing import Any
 
-from . import driver, jit, kernels
+from . import driver, jit
 from .arrays import CPU, KINDS, kind_of
 from .checks import check_apart, make_request, request_for
 from .jit import PLANS
@@ -202,6 +202,8 @@ def warmup(
 
 
 def _warm_up_configs(configs: str | Iterable[AttentionProblem], device: int | None) -> tuple[str, ...]:
+    from . import kernels
+
     if device is None:
         device = driver.current_device()
     elif not 0 <= device < driver.device_count():

@@ -11,18 +11,20 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
-from . import counters, driver, kernels
+from . import counters, driver
 from .arch import ARCHES, Arch, arch_for, needs_ptx
 from .arrays import ITEM_BYTES, Operand
-from .config import KernelConfig, Sm90Config, round_up
 from .errors import DriverError, MissingKernelError
 from .params import FORWARD_SM80, FORWARD_SM90, fast_div
 from .problem import AttentionProblem
 from .request import LOG2_E, TMA_BYTES, TMA_TILE_ROWS, Request
-from .settings import Settings, read_settings
 
+# What only the cold path needs (kernels, config, settings, cache) is imported where it is used: an import of the
+# package, and of attention on the CPU, should not pay for it.
 if TYPE_CHECKING:
     from .compiler import Compiled
+    from .config import KernelConfig
+    from .settings import Settings
 
 Origin = Literal["memory", "disk", "prebuilt", "compiled"]
 
@@ -95,6 +97,9 @@ def device_arch(device: int) -> Arch:
 
 
 def _load(problem: AttentionProblem, device: int) -> LoadedKernel:
+    from . import kernels
+    from .settings import read_settings
+
     config = kernels.select_config(problem)
     ptx = needs_ptx(ARCHES[problem.arch], driver.device_compute_capability(device))
     origin: Origin = "memory"
@@ -119,6 +124,8 @@ def _load(problem: AttentionProblem, device: int) -> LoadedKernel:
 
 def takes_counter(config: KernelConfig) -> bool:
     """Whether a kernel draws its tiles from a counter."""
+    from .config import Sm90Config
+
     return isinstance(config, Sm90Config) and config.dynamic
 
 
@@ -153,6 +160,8 @@ def obtain_code(
     if found is not None:
         return found
     if not settings.jit:
+        from . import kernels
+
         raise MissingKernelError(
             f"{kernels.symbol(problem, config)} for {problem.arch} is in no cache, and CUFLASH_DISABLE_JIT=1 forbids "
             f"to compile it: unset that, or build kernels beforehand, `cuflash compile --all --arch {problem.arch}`, "
@@ -194,7 +203,7 @@ class _Buffers(threading.local):
         return buffer
 
 
-BUFFER_BYTES = max(family.params.size for family in kernels.FAMILIES.values())
+BUFFER_BYTES = max(FORWARD_SM80.size, FORWARD_SM90.size)
 """A block of every family fits; the driver copies what the launched kernel takes."""
 
 _buffers = _Buffers()
@@ -350,6 +359,8 @@ def make_plan(request: Request) -> CallPlan:
     """Plan a GPU call; compiles and loads its kernel if that was not done before."""
     if request.rows == 0 or request.seqlen_k == 0:
         return CallPlan(request, None, ())
+    from . import kernels
+
     loaded = kernel_for(kernels.problem_for(request, device_arch(request.device).name), request.device)
     return plan_with(request, loaded)
 
@@ -360,6 +371,8 @@ def plan_with(request: Request, loaded: LoadedKernel) -> CallPlan:
 
 
 def _plan_sm80(request: Request, loaded: LoadedKernel) -> CallPlan:
+    from . import kernels
+
     grid = kernels.forward_grid(loaded.problem, loaded.config, *sizes_of(request))
     values = _common_values(request) | {"m_tiles": grid.m_tiles}
     for name in ("q", "k", "v", "out"):
@@ -372,6 +385,8 @@ def _plan_sm80(request: Request, loaded: LoadedKernel) -> CallPlan:
 
 
 def _plan_sm90(request: Request, loaded: LoadedKernel) -> CallPlan:
+    from . import kernels
+
     multiprocessors = driver.device_properties(request.device).multiprocessors
     grid = kernels.persistent_grid(loaded.problem, loaded.config, *sizes_of(request), multiprocessors)
     values = _common_values(request) | {
@@ -405,7 +420,7 @@ def tensor_geometry(request: Request, name: str, box_rows: int) -> TensorGeometr
     batch, seq, head, _ = (stride * item for stride in request.strides[name])
     extents = request.extents(name)
     # The stride of an axis of one element is never used, but must be a legal one.
-    strides = (stride or round_up(extents[3] * item, TMA_BYTES) for stride in (seq, head, batch))
+    strides = (stride or -(-extents[3] * item // TMA_BYTES) * TMA_BYTES for stride in (seq, head, batch))
     return TensorGeometry(request.q.dtype, (extents[3], extents[1], extents[2], extents[0]), tuple(strides), box_rows)
 
 

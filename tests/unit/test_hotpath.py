@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import cuflash
-from cuflash import api, driver, jit
+from cuflash import api, driver, jit, settings
 from tests.unit import fake_gpu
 from tests.unit.fake_gpu import FakeGpu
 
@@ -50,9 +50,10 @@ def test_equal_calls_are_hits(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> 
 
     for name in ("make_request", "kind_of", "check_apart"):
         monkeypatch.setattr(api, name, cold)
-    for name in ("make_plan", "kernel_for", "read_settings", "remember"):
+    for name in ("make_plan", "kernel_for", "remember"):
         monkeypatch.setattr(jit, name, cold)
     monkeypatch.setattr(jit, "_table_lock", None)
+    monkeypatch.setattr(settings, "read_settings", cold)
     for name in ("device_compute_capability", "device_properties", "encode_tensor_map"):
         monkeypatch.setattr(driver, name, cold)
     monkeypatch.setattr(driver, "ensure_context", cold)

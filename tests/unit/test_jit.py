@@ -14,6 +14,7 @@ from cuflash import cache, compiler, driver, jit, kernels, render
 from cuflash.compiler import Compiled
 from cuflash.errors import CompileError, DriverError, MissingKernelError
 from cuflash.problem import AttentionProblem
+from cuflash.settings import read_settings
 
 PROBLEM = AttentionProblem(64, 64, "float16", "causal", 16, False, "sm_90")
 BUILD = "13.0.88"
@@ -177,7 +178,7 @@ def test_different_problems_do_not_wait_for_each_other(world: World) -> None:
 
 
 def test_lookups_compile_nothing(world: World) -> None:
-    config, settings = kernels.select_config(PROBLEM), jit.read_settings()
+    config, settings = kernels.select_config(PROBLEM), read_settings()
     assert jit.find_code(PROBLEM, config, settings) is None
     jit.kernel_for(PROBLEM, 0)
     found = jit.find_code(PROBLEM, config, settings)
