@@ -57,7 +57,7 @@ FORWARD = (
     _row(("sm_100",), 64, 128, 64, warps=4, q=4, ctas=2, reason="as on sm_90; not measured there"),
     _row(("sm_100",), 128, 128, 48, warps=4, q=0, ctas=2, reason="64 keys spill there; not measured there"),
     _row(("sm_100",), 192, 128, 64, warps=8, q=12, ctas=1, reason="as on sm_90; not measured there"),
-    _row(("sm_100",), 256, 128, 48, warps=8, q=8, ctas=1, reason="64 keys spill there; not measured there"),
+    _row(("sm_100",), 256, 128, 48, warps=8, q=7, ctas=1, reason="64 keys or 8 k-steps of Q spill; not measured there"),
     _row(("sm_80",), 64, 128, 64, warps=4, q=4, ctas=2, reason="as on sm_90; not measured there"),
     _row(("sm_80",), 128, 128, 48, warps=4, q=0, ctas=2, reason="two blocks within 164 KiB; not measured there"),
     _row(("sm_80",), 192, 128, 64, warps=8, q=12, ctas=1, reason="144 KiB of 163; not measured there"),
