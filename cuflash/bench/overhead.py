@@ -16,7 +16,7 @@ SMALL = (1, 128, 8, 64)
 
 
 def cupy_calls(dtype: str) -> dict[str, HostCall]:
-    """Cuflash on CuPy arrays, allocating its output or writing into a given one."""
+    """Cuflash on CuPy arrays: allocating its output, writing into a given one, and causal, where work has a counter."""
     import cupy
 
     import cuflash
@@ -25,6 +25,7 @@ def cupy_calls(dtype: str) -> dict[str, HostCall]:
     return {
         "cuflash, CuPy": HostCall(lambda: cuflash.attention(q, k, v)),
         "cuflash, CuPy, out=": HostCall(lambda: cuflash.attention(q, k, v, out=out)),
+        "cuflash, CuPy, causal": HostCall(lambda: cuflash.attention(q, k, v, causal=True)),
     }
 
 

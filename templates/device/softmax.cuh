@@ -181,8 +181,8 @@ private:
         return top == minus_infinity() ? kEmptyExponent : is_large(top, scale) ? kLargeExponent : mul_f32(top, scale);
     }
 
-    // The short way where every row of the warp has a reference that is not negative: `thread_top` is each thread's top_bits. False if a row becomes
-    // large; nothing has changed then.
+    // The short way where no row of the warp has a negative limit: `thread_top` is each thread's top_bits, and a negative one of a row that
+    // stays below its limit does no harm. False if a row becomes large; nothing has changed then.
     DEVICE bool raise_ordinary(const float (&thread_top)[kRowBlocks][2], float scale, float (&correction)[kRowBlocks][2]) {
         float top[kRowBlocks][2];
         bool any_large = false;
