@@ -10,8 +10,8 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from . import kernels
 from .config import KernelConfig
-from .kernels import select_config
 from .problem import AttentionProblem
 
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ def compile_options(arch: str, *, lineinfo: bool = False) -> tuple[str, ...]:
 
 def dump_command(problem: AttentionProblem, config: KernelConfig) -> str:
     """The command line that renders a kernel again."""
-    table = select_config(problem)
+    table = kernels.select_config(problem)
     changed = [
         f"{field.name}={getattr(config, field.name)}"
         for field in fields(config)
@@ -151,8 +151,6 @@ def render(problem: AttentionProblem, config: KernelConfig, *, lineinfo: bool = 
     -------
     Source
     """
-    from . import kernels
-
     family = kernels.FAMILIES[config.family]
     symbol = kernels.symbol(problem, config)
     template = _environment().get_template(family.template)
