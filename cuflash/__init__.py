@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from .errors import CompileError, DriverError, MissingKernelError, UnsupportedError
 
 if TYPE_CHECKING:
+    from . import jax as jax
     from .api import attention, warmup
     from .backward import attention_backward
     from .explanation import Explanation, explain
@@ -42,11 +43,17 @@ _HOMES = {
 """Names that load their module when they are first used: importing cuflash costs next to nothing."""
 
 
+_MODULES = ("jax",)
+"""Public modules that need a framework: they load when they are first used, as ``cuflash.jax``."""
+
+
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module
 
+    if name in _MODULES:
+        return import_module(f".{name}", __name__)
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = globals()[name] = getattr(import_module(f".{_HOMES[name]}", __name__), name)
     return value
 

@@ -80,10 +80,33 @@ def attention(
     The method is FlashAttention-2's: Dao, FlashAttention-2: Faster Attention with Better Parallelism and Work
     Partitioning, 2023.
     """
+    return attend(q, k, v, causal, scale, layout, return_lse, out)
+
+
+def attend(
+    q: Any,
+    k: Any,
+    v: Any,
+    causal: bool | str,
+    scale: float | None,
+    layout: str,
+    return_lse: bool,
+    out: Any = None,
+    lse: Any = None,
+) -> Any:
+    """`attention`, with one argument more.
+
+    ``lse`` receives the LSE: a C-contiguous array of its shape and dtype and of the kind and device of ``q``, which is
+    not checked. It needs ``return_lse``.
+    """
     kind = KINDS.get(type(q)) or kind_of(q)
     if kind is None:
         from .arrays import bridge
 
+        if out is None and bridge.is_traced(q, k, v):
+            from .jax import attention as traced_attention
+
+            return traced_attention(q, k, v, causal=causal, scale=scale, layout=layout, return_lse=return_lse)
         options: dict[str, Any] = {"causal": causal, "scale": scale, "layout": layout, "return_lse": return_lse}
         outputs = {} if out is None else {"out": out}
         return bridge.call(lambda views: attention(**views, **options), {"q": q, "k": k, "v": v}, outputs)
@@ -103,31 +126,34 @@ def attention(
     if plan is None:
         request = make_request((q, k, v), out, causal=causal, scale=scale, layout=layout, return_lse=return_lse)
         if request.device == CPU:
-            return _attend_on_cpu(request)
+            return _attend_on_cpu(request, lse)
         plan = jit.make_plan(request)
         q_at, k_at, v_at = request.q.address, request.k.address, request.v.address
         if key is not None:
             jit.remember(key, plan)
     if kind.current_device() != plan.device:
         with kind.on_device(plan.device):
-            return attention(q, k, v, causal=causal, scale=scale, layout=layout, return_lse=return_lse, out=out)
+            return attend(q, k, v, causal, scale, layout, return_lse, out, lse)
     if out is None:
         out, out_at = kind.empty(q, plan.out_shape)
         if out_at % plan.alignment:  # a rare allocator: plan again for what it gave
-            return attention(q, k, v, causal=causal, scale=scale, layout=layout, return_lse=return_lse, out=out)
+            return attend(q, k, v, causal, scale, layout, return_lse, out, lse)
     else:
         if not plan.apart(q_at, k_at, v_at, out_at):
             check_apart(make_request((q, k, v), out, causal=causal, scale=scale, layout=layout, return_lse=return_lse))
             plan.prove_apart(q_at, k_at, v_at, out_at)
         kind.written(out)
-    lse, lse_at = kind.empty(q, plan.lse_shape, "float32") if return_lse else (None, 0)
+    if lse is not None:
+        lse_at = kind.geometry(lse)[1]
+    else:
+        lse, lse_at = kind.empty(q, plan.lse_shape, "float32") if return_lse else (None, 0)
     plan.launch(q_at, k_at, v_at, out_at, lse_at, kind.stream(plan.device))
     if plan.dead:
         kind.fill_dead(out, lse)
     return (out, lse) if return_lse else out
 
 
-def _attend_on_cpu(request: Request) -> Any:
+def _attend_on_cpu(request: Request, lse: Any) -> Any:
     from .cpu import attention_cpu
 
     kind, q = request.q.kind, request.q.array
@@ -137,7 +163,8 @@ def _attend_on_cpu(request: Request) -> Any:
         check_apart(request)
         out = request.out.array
         kind.written(out)
-    lse = kind.empty(q, request.lse_shape, request.lse_dtype)[0] if request.return_lse else None
+    if lse is None and request.return_lse:
+        lse, _ = kind.empty(q, request.lse_shape, request.lse_dtype)
     batch, seq, heads, dim = AXES[request.layout]
     views = [kind.numpy(x).transpose(batch, heads, seq, dim) for x in (q, request.k.array, request.v.array, out)]
     kind.untraced(attention_cpu)(

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import sys
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import cupy
@@ -23,9 +24,11 @@ __all__ = [
     "geometry",
     "numpy",
     "on_device",
+    "on_stream",
     "operand",
     "stream",
     "untraced",
+    "view",
     "written",
 ]
 
@@ -89,3 +92,17 @@ def on_device(ordinal: int, /) -> AbstractContextManager[Any]:
 
 def stream(ordinal: int, /) -> int:
     return get_current_stream().ptr  # type: ignore[no-any-return]
+
+
+def view(address: int, shape: tuple[int, ...], dtype: Any, ordinal: int) -> Any:
+    """A C-contiguous array over device memory that somebody else owns and keeps."""
+    size = math.prod(shape) * dtype.itemsize
+    memory = cupy.cuda.UnownedMemory(address, size, None, ordinal)
+    return cupy.ndarray(shape, dtype, cupy.cuda.MemoryPointer(memory, 0))
+
+
+@contextmanager
+def on_stream(handle: int, ordinal: int) -> Iterator[None]:
+    """Make a device, and somebody else's stream on it, CuPy's current ones."""
+    with cupy.cuda.Device(ordinal), cupy.cuda.ExternalStream(handle, ordinal):
+        yield
