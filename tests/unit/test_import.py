@@ -90,3 +90,17 @@ def test_public_names() -> None:
     with pytest.raises(AttributeError, match="no attribute 'attention_forward'"):
         cuflash.attention_forward  # noqa: B018
     assert cuflash.__version__.count(".") == 2
+
+
+@pytest.mark.parametrize("use", ["import cuflash.jax", "import cuflash; cuflash.jax", "from cuflash import jax"])
+def test_jax_is_asked_for_by_name(use: str) -> None:
+    """Nothing but its own module needs JAX, which says so."""
+    code = f"""
+import json, sys
+sys.modules["jax"] = None
+try:
+    {use}
+except ImportError as error:
+    print(json.dumps(str(error)))
+"""
+    assert "cuflash.jax needs JAX 0.6.1 or later" in str(in_fresh_process(code))
