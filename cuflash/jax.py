@@ -75,9 +75,9 @@ def attention(
     ------
     ValueError, TypeError, UnsupportedError
         As for `cuflash.attention`, while JAX traces. UnsupportedError also where a second derivative is asked for.
-    jax.errors.JaxRuntimeError
-        What is only known when the call runs, as that float32 is not for GPUs, or that a kernel could not be compiled;
-        the message holds cuflash's own.
+    jax.errors.JaxRuntimeError, ValueError
+        From JAX, for what is only known when the call runs: that float32 is not for GPUs, that a kernel could not be
+        compiled. The message holds cuflash's own.
 
     Notes
     -----
@@ -86,7 +86,8 @@ def attention(
     jax.vmap makes one call of a larger batch; arrays that it does not map are repeated in memory. Sharded arrays are
     computed shard by shard inside jax.shard_map; under jax.jit alone XLA gathers them on each device first.
 
-    The first run of a kind on a GPU compiles a kernel, in about a second.
+    The first run of a kind on a GPU compiles a kernel, in about a second; `cuflash.warmup` of concrete arrays does that
+    ahead.
 
     Examples
     --------
@@ -120,7 +121,7 @@ def _check_arrays(named: dict[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class _Call:
-    """A checked call but for its arrays: what is fixed when JAX traces."""
+    """A checked call but for its arrays: what is fixed when JAX traces, and a key of JAX's caches."""
 
     causal: Causal
     scale: float
@@ -130,7 +131,6 @@ class _Call:
 
 
 # --- what XLA calls --------------------------------------------------------------------------------------------
-# JAX's caches are keyed by these objects: those of equal calls are equal.
 
 
 @dataclass(frozen=True)
@@ -166,8 +166,7 @@ class _Backward:
 
 
 def _call_back(callback: _Forward | _Backward, results: tuple[jax.ShapeDtypeStruct, ...], *arrays: Array) -> Any:
-    # Not for command buffers (CUDA graphs): a capture would run the callback once, and the first call of a kind
-    # compiles and loads a kernel, which a capture does not take.
+    # Not for XLA's command buffers (CUDA graphs): the first call of a kind loads a kernel, which no capture takes.
     given = buffer_callback(callback, results, vmap_method="broadcast_all")(*arrays)
     axes = _varying_axes(*arrays)
     return tuple(_vary(x, axes) for x in given)

@@ -376,16 +376,29 @@ def test_results_are_written_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_equal_calls_are_compiled_once() -> None:
-    from cuflash.jax import _attention
+    compiled: list[str] = []
+
+    def listener(event: str, seconds: float, **_: Any) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            compiled.append(event)
 
     arrays = [jnp.asarray(x) for x in draw(seed=7, dims=(24, 8))]
-    before = _attention._cache_size()
-    for causal in (True, "bottom_right", 1, np.True_):
-        for scale in (0.5, np.float32(0.5)):
-            attention(*arrays, causal=causal, scale=scale)
-    assert _attention._cache_size() == before + 1
-    attention(*arrays, causal=True, scale=0.25)
-    assert _attention._cache_size() == before + 2
+    calls = attention, wrt_all(lambda *a, **options: attention(*a, **options).sum())
+    jax.monitoring.register_event_duration_secs_listener(listener)
+    try:
+        for call in calls:
+            call(*arrays, causal=True, scale=0.5)
+        first = len(compiled)
+        assert first
+        for call in calls:
+            for causal in (True, "bottom_right", 1, np.True_):
+                for scale in (0.5, np.float32(0.5)):
+                    call(*arrays, causal=causal, scale=scale)
+        assert len(compiled) == first
+        attention(*arrays, causal=True, scale=0.25)
+        assert len(compiled) == first + 1
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listener)
 
 
 def test_many_calls_in_flight() -> None:
@@ -604,6 +617,20 @@ def test_a_gpu_callback_without_keys(gpu: FakeGpu) -> None:
     inputs = [Buffer(np.ones(shape, DTYPES["bfloat16"]), 0) for shape in shapes]
     callback(types.SimpleNamespace(stream=77), [Buffer(x, 0) for x in results], *inputs)
     assert not gpu.launches and (results[0] == 0).all() and np.isneginf(results[1]).all()
+
+
+def test_an_lse_to_write_on_another_device(gpu: FakeGpu) -> None:
+    """`attend` switches devices as `cuflash.attention` does."""
+    from cuflash.api import attend
+
+    host = draw(dims=(64, 64), dtype="float16")
+    arrays = [gpu.array(x, device=1) for x in host]
+    out, lse = np.full(host[0].shape, np.nan, np.float16), np.full((2, 4, 13), np.nan, np.float32)
+    given = gpu.array(out, device=1), gpu.array(lse, device=1)
+    assert attend(*arrays, False, None, "bshd", True, *given) == given
+    assert gpu.device == 0 and gpu.launches[-1].loaded.device == 1
+    assert_accurate(swap(out), *map(swap, host))
+    assert_lse(lse, *map(swap, host))
 
 
 def test_devices_that_are_neither_cuda_nor_cpu() -> None:
