@@ -74,8 +74,9 @@ def attention(
     Notes
     -----
     Work is queued on the current stream of the arrays' framework (for JAX and other DLPack producers: CuPy's), and no
-    call waits for the device. Under JAX's transformations the call is `cuflash.jax.attention`. The first call of a kind compiles a kernel, in about a second, and keeps it on disk:
-    `warmup` does that ahead, for example before a CUDA graph is captured.
+    call waits for the device. Of JAX tracers the call is `cuflash.jax.attention`. The first call of a kind compiles a
+    kernel, in about a second, and keeps it on disk: `warmup` does that ahead, for example before a CUDA graph is
+    captured.
 
     The method is FlashAttention-2's: Dao, FlashAttention-2: Faster Attention with Better Parallelism and Work
     Partitioning, 2023.
