@@ -17,6 +17,10 @@ from .request import WIDEST_ACCESS, Request
 
 L2_SECTION_BYTES = 32 * 2**20
 """K and V of the heads that run at the same time should fit this much of the L2 cache."""
+WAVES = 7
+"""Work tiles for each multiprocessor that a section of a persistent kernel should have, so that they end together."""
+SHARERS = 8
+"""Multiprocessors that read a key tile at about the same time, at least: then the L2 need not hold the section."""
 MAX_GRID_YZ = 65535
 
 
@@ -197,7 +201,11 @@ def persistent_grid(
     """The work tiles of a forward call, taken in the order of `forward_grid`, and the blocks that share them."""
     m_tiles = -(-seqlen_q // config.block_m)
     tiles = m_tiles * batch_heads
-    section = min(section_heads(problem, group, seqlen_k), batch_heads)
+    section = section_heads(problem, group, seqlen_k)
+    if problem.mask == "causal":
+        groups = -(-WAVES * multiprocessors // (m_tiles * group))
+        section = max(section, group * min(1 << (groups - 1).bit_length(), multiprocessors // SHARERS))
+    section = min(section, batch_heads)
     return PersistentGrid(m_tiles, section, tiles, min(multiprocessors * config.ctas, tiles))
 
 

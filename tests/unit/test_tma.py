@@ -363,7 +363,7 @@ def test_every_head_dim_has_a_config_that_fits(mask: Any) -> None:
     for d, dv in product(range(8, 257, 8), repeat=2):
         problem = AttentionProblem(d, dv, "bfloat16", mask, 16, False, "sm_90a")
         config = kernels.select_config(problem)
-        assert isinstance(config, Sm90Config) and config.reason and config.slack == {"full": 2, "causal": 3}[mask]
+        assert isinstance(config, Sm90Config) and config.reason and config.slack == {"full": 2, "causal": 8}[mask]
         assert config.smem_bytes(problem) <= limit
         for region in config.smem(problem):
             if region.name[0] in "qkv":  # tiles, whose swizzle spans 1024 bytes
@@ -410,7 +410,7 @@ def test_labels_tell_configs_apart() -> None:
 
 @pytest.mark.parametrize(
     ("change", "words"),
-    [({"block_m": 96}, "64, 128 and 192"), ({"block_m": 256}, "64, 128 and 192"), ({"q_stages": 3}, "1 and 2"),
+    [({"block_m": 96}, "64, 128 and 192"), ({"block_m": 256}, "64, 128 and 192"), ({"q_stages": 4}, "1, 2 and 3"),
      ({"q_stages": 1}, "tma_store needs q_stages=2")],
 )  # fmt: skip
 def test_configs_that_no_kernel_has(change: dict[str, int], words: str) -> None:
