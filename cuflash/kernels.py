@@ -12,7 +12,7 @@ from . import params
 from .arch import sm80, sm90
 from .config import KernelConfig
 from .errors import UnsupportedError
-from .problem import DTYPES, MASKS, AttentionProblem
+from .problem import DTYPES, MASKS, AttentionProblem, Part
 from .request import WIDEST_ACCESS, Request
 
 L2_SECTION_BYTES = 32 * 2**20
@@ -39,6 +39,15 @@ FAMILIES = {
         KernelFamily(
             "forward_sm90", "forward_sm90.cu.j2", "cuflash_fwd_sm90", params.FORWARD_SM90, sm90.forward_config
         ),
+        KernelFamily(
+            "backward_rows", "backward_rows.cu.j2", "cuflash_bwd_rows", params.BACKWARD_ROWS, sm80.backward_rows_config
+        ),
+        KernelFamily(
+            "backward_sm80", "backward_sm80.cu.j2", "cuflash_bwd_sm80", params.BACKWARD_SM80, sm80.backward_config
+        ),
+        KernelFamily(
+            "backward_dq", "backward_dq.cu.j2", "cuflash_bwd_dq", params.BACKWARD_DQ, sm80.backward_dq_config
+        ),
     )
 }
 
@@ -46,14 +55,16 @@ TMA_TARGETS = {"sm_90": "sm_90a"}
 """By the target that names a device: that of its kernels which load by TMA, where it has such."""
 
 
-def family_of(arch: str) -> KernelFamily:
-    """The family of the kernels for a compile target."""
-    return FAMILIES["forward_sm90" if arch in TMA_TARGETS.values() else "forward_sm80"]
+def family_of(arch: str, part: Part = "forward") -> KernelFamily:
+    """The family of the kernels for a compile target and a part of attention."""
+    if part == "forward":
+        return FAMILIES["forward_sm90" if arch in TMA_TARGETS.values() else "forward_sm80"]
+    return FAMILIES["backward_sm80" if part == "backward" else part]
 
 
 def select_config(problem: AttentionProblem) -> KernelConfig:
     """The tuned config of a problem; its ``family`` names the kernel."""
-    return family_of(problem.arch).config_for(problem)
+    return family_of(problem.arch, problem.part).config_for(problem)
 
 
 # --- which family serves a call --------------------------------------------------------------------------------

@@ -9,6 +9,8 @@ Dtype = Literal["float16", "bfloat16"]
 Mask = Literal["full", "causal"]
 DTYPES: tuple[Dtype, ...] = get_args(Dtype)
 MASKS: tuple[Mask, ...] = get_args(Mask)
+Part = Literal["forward", "backward_rows", "backward", "backward_dq"]
+PARTS: tuple[Part, ...] = get_args(Part)
 
 MAX_HEAD_DIM = 256
 
@@ -35,6 +37,9 @@ class AttentionProblem:
         scales that are zero, negative, or so small or large that their reciprocal is useless.
     arch : str
         Compile target, for example ``"sm_90"``. ``"sm_90a"`` has kernels of its own, which load by TMA.
+    part : {"forward", "backward_rows", "backward", "backward_dq"}
+        What the kernel computes: the forward pass; or, of the backward pass, the constants of the query rows,
+        the gradients, or dQ from its sums. The first and the last of these know no mask: theirs is ``"full"``.
     """
 
     head_dim: int
@@ -44,12 +49,13 @@ class AttentionProblem:
     access_bytes: int
     scale_first: bool
     arch: str
+    part: Part = "forward"
 
     def __post_init__(self) -> None:
         for name, value in (("head_dim", self.head_dim), ("head_dim_v", self.head_dim_v)):
             if not 1 <= value <= MAX_HEAD_DIM:
                 raise ValueError(f"{name} is {value}; accepted are 1 to {MAX_HEAD_DIM}")
-        for name, word, accepted in (("dtype", self.dtype, DTYPES), ("mask", self.mask, MASKS)):
+        for name, word, accepted in (("dtype", self.dtype, DTYPES), ("mask", self.mask, MASKS), ("part", self.part, PARTS)):
             if word not in accepted:
                 raise ValueError(f"{name} is {word!r}; accepted are {', '.join(accepted)}")
         if self.access_bytes not in (16, 8, 4, 2):
