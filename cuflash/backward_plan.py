@@ -14,7 +14,7 @@ from . import driver, jit
 from .arch import Arch
 from .errors import UnsupportedError
 from .params import BACKWARD_DQ, BACKWARD_ROWS, BACKWARD_SM80, fast_div
-from .problem import Part
+from .problem import Task
 from .request import LOG2_E, BackwardRequest
 
 if TYPE_CHECKING:
@@ -130,12 +130,12 @@ def make_plan(request: BackwardRequest) -> BackwardPlan:
     if forward.rows == 0 or forward.seqlen_k == 0:
         return BackwardPlan(request.device)
     arch = jit.device_arch(request.device)
-    first, main, last = (_kernel(request, arch, part) for part in ("backward_rows", "backward", "backward_dq"))
+    first, main, last = (_kernel(request, arch, task) for task in ("backward_rows", "backward", "backward_dq"))
     return plan_with(request, first, main, last)
 
 
-def _kernel(request: BackwardRequest, arch: Arch, part: Part) -> LoadedKernel:
-    return jit.kernel_for(request.problem(arch.name, part), request.device)
+def _kernel(request: BackwardRequest, arch: Arch, task: Task) -> LoadedKernel:
+    return jit.kernel_for(request.problem(arch.name, task), request.device)
 
 
 def plan_with(request: BackwardRequest, first: LoadedKernel, main: LoadedKernel, last: LoadedKernel) -> BackwardPlan:
@@ -154,16 +154,18 @@ def plan_with(request: BackwardRequest, first: LoadedKernel, main: LoadedKernel,
             f"{forward.seqlen_k}; the kernels of attention_backward take up to {MAX_BLOCKS} tiles of 32 queries and "
             f"of {config.block_n} keys in all: split the batch"
         )
-    common: dict[str, Any] = {"seqlen_q": forward.seqlen_q, "heads": fast_div(forward.heads), "row_tiles": fast_div(row_tiles)}
+    common: dict[str, Any] = {
+        "seqlen_q": forward.seqlen_q,
+        "heads": fast_div(forward.heads),
+        "row_tiles": fast_div(row_tiles),
+    }
     launches = (
         Launch(first, blocks_first, BACKWARD_ROWS.pack_tail(common | _strides(request, "dout", "out", "lse", "dlse"))),
         Launch(main, grid.blocks, BACKWARD_SM80.pack_tail(_main_values(request, grid))),
         _last_launch(request, last, blocks_first * (ROW_TILE // 16), common),
     )
     padded_rows = blocks_first * ROW_TILE
-    return BackwardPlan(
-        request.device, launches, Workspace.of(padded_rows, forward.head_dim, request.deterministic)
-    )
+    return BackwardPlan(request.device, launches, Workspace.of(padded_rows, forward.head_dim, request.deterministic))
 
 
 def _last_launch(request: BackwardRequest, last: LoadedKernel, row_blocks: int, common: dict[str, Any]) -> Launch:

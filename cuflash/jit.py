@@ -211,7 +211,7 @@ _buffers = _Buffers()
 
 
 def argument_buffer(device: int) -> driver.ArgumentBuffer:
-    """This thread's parameter block for a device, which the next launch of the thread fills anew."""
+    """The calling thread's parameter block for a device; its next launch fills it anew."""
     return _buffers.of_device.get(device) or _buffers.new(device)
 
 

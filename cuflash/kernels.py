@@ -12,7 +12,7 @@ from . import params
 from .arch import sm80, sm90
 from .config import BackwardConfig, ForwardConfig, KernelConfig
 from .errors import UnsupportedError
-from .problem import DTYPES, MASKS, AttentionProblem, Part
+from .problem import DTYPES, MASKS, AttentionProblem, Task
 from .request import WIDEST_ACCESS, Request
 
 L2_SECTION_BYTES = 32 * 2**20
@@ -45,9 +45,7 @@ FAMILIES = {
         KernelFamily(
             "backward_sm80", "backward_sm80.cu.j2", "cuflash_bwd_sm80", params.BACKWARD_SM80, sm80.backward_config
         ),
-        KernelFamily(
-            "backward_dq", "backward_dq.cu.j2", "cuflash_bwd_dq", params.BACKWARD_DQ, sm80.backward_dq_config
-        ),
+        KernelFamily("backward_dq", "backward_dq.cu.j2", "cuflash_bwd_dq", params.BACKWARD_DQ, sm80.backward_dq_config),
     )
 }
 
@@ -55,16 +53,16 @@ TMA_TARGETS = {"sm_90": "sm_90a"}
 """By the target that names a device: that of its kernels which load by TMA, where it has such."""
 
 
-def family_of(arch: str, part: Part = "forward") -> KernelFamily:
-    """The family of the kernels for a compile target and a part of attention."""
-    if part == "forward":
+def family_of(arch: str, task: Task = "forward") -> KernelFamily:
+    """The family of the kernels for a compile target and a task."""
+    if task == "forward":
         return FAMILIES["forward_sm90" if arch in TMA_TARGETS.values() else "forward_sm80"]
-    return FAMILIES["backward_sm80" if part == "backward" else part]
+    return FAMILIES["backward_sm80" if task == "backward" else task]
 
 
 def select_config(problem: AttentionProblem) -> KernelConfig:
     """The tuned config of a problem; its ``family`` names the kernel."""
-    return family_of(problem.arch, problem.part).config_for(problem)
+    return family_of(problem.arch, problem.task).config_for(problem)
 
 
 # --- which family serves a call --------------------------------------------------------------------------------
@@ -97,10 +95,10 @@ def _hopper_refusal(request: Request, arch: str) -> str | None:
     return request.tma_refusal and f"TMA cannot take {request.tma_refusal}"
 
 
-def device_targets(arch: str, access_bytes: int = WIDEST_ACCESS) -> tuple[str, ...]:
+def device_targets(arch: str, access_bytes: int = WIDEST_ACCESS, task: Task = "forward") -> tuple[str, ...]:
     """The targets of all kernels that calls may take on a device that ``arch`` names; ordinary calls take the last."""
     own = TMA_TARGETS.get(arch)
-    if own is None or access_bytes < WIDEST_ACCESS or _family_in_use == "forward_sm80":
+    if own is None or task != "forward" or access_bytes < WIDEST_ACCESS or _family_in_use == "forward_sm80":
         return (arch,)
     return arch, own
 
@@ -303,6 +301,6 @@ def _shipped_backward_problems(arch: str) -> Iterator[AttentionProblem]:
         base = AttentionProblem(d, dv, dtype, "full", access_bytes, False, arch, "backward")
         yield base
         yield replace(base, mask="causal")
-        yield replace(base, part="backward_rows")
-        last.add(replace(base, part="backward_dq", head_dim_v=d))
+        yield replace(base, task="backward_rows")
+        last.add(replace(base, task="backward_dq", head_dim_v=d))
     yield from sorted(last, key=repr)

@@ -131,7 +131,7 @@ def dump_command(problem: AttentionProblem, config: KernelConfig) -> str:
         f"--access-bytes {problem.access_bytes}",
         f"--arch {problem.arch}",
     ]
-    words += [f"--part {problem.part}"] if problem.part != "forward" else []
+    words += [f"--task {problem.task}"] if problem.task != "forward" else []
     words += ["--causal"] if problem.mask == "causal" else []
     words += ["--scale-first"] if problem.scale_first else []
     words += ["--config " + ",".join(changed)] if changed else []

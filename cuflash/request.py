@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Literal, cast
 
 from .arrays import ITEM_BYTES, Operand
-from .problem import AttentionProblem, Dtype, Part
+from .problem import AttentionProblem, Dtype, Task
 
 Causal = Literal[False, "bottom_right", "top_left"]
 
@@ -253,18 +253,18 @@ class BackwardRequest:
             addresses |= x.address
         return widest_access(self.forward, addresses, self.strides, tiled=("q", "k", "v", "dout"))
 
-    def problem(self, arch: str, part: Part) -> AttentionProblem:
+    def problem(self, arch: str, task: Task) -> AttentionProblem:
         """One of the kernels that the call needs on a compile target."""
         forward = self.forward
         return AttentionProblem(
             head_dim=forward.head_dim,
-            head_dim_v=forward.head_dim if part == "backward_dq" else forward.head_dim_v,
+            head_dim_v=forward.head_dim if task == "backward_dq" else forward.head_dim_v,
             dtype=cast(Dtype, forward.q.dtype),
-            mask="causal" if forward.causal and part == "backward" else "full",
+            mask="causal" if forward.causal and task == "backward" else "full",
             access_bytes=self.access_bytes,
             scale_first=False,
             arch=arch,
-            part=part,
+            task=task,
         )
 
 

@@ -31,7 +31,7 @@ from tests.gradients import Backward, assert_gradients
 from tests.mutation import Mutation
 
 GRADS = ("dq", "dk", "dv")
-PARTS = ("backward_rows", "backward", "backward_dq")
+TASKS = ("backward_rows", "backward", "backward_dq")
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ def _plan(request: BackwardRequest, arch: str, config: BackwardConfig | None) ->
     """The product's own plan, of a device that has ``arch`` and kernels that need no loading."""
 
     def load(problem: AttentionProblem, device: int) -> mock.Mock:
-        chosen = config if config and problem.part == "backward" else kernels.select_config(problem)
+        chosen = config if config and problem.task == "backward" else kernels.select_config(problem)
         return mock.Mock(problem=problem, config=chosen)
 
     with (
@@ -128,9 +128,7 @@ def backward(
     """
     arrays = {name: x.view for name, x in tensors.items() if name not in GRADS}
     arrays |= {f"grads[{i}]": tensors[name].view for i, name in enumerate(GRADS)}
-    request = _check(
-        arrays, causal=case.causal, scale=case.scale, layout="bhsd", deterministic=case.deterministic
-    )
+    request = _check(arrays, causal=case.causal, scale=case.scale, layout="bhsd", deterministic=case.deterministic)
     plan = _plan(request, case.arch, case.config)  # type: ignore[arg-type]
     if plan.workspace is None:
         return Run(request, None, plan, {})  # type: ignore[arg-type]
@@ -143,10 +141,10 @@ def backward(
         [at[n] for n in ("dout", "q", "k", "v", "dk", "dv", "rows", "dq_sums", "turns")],
         [at[n] for n in ("rows", "dq_sums", "dq")],
     )
-    for part, launch, pointers in zip(PARTS, plan.launches, heads, strict=True):
+    for task, launch, pointers in zip(TASKS, plan.launches, heads, strict=True):
         order = range(launch.blocks)
-        blocks = reversed(order) if reverse and part == "backward" else order
-        _run_kernel(launch, pointers, blocks, everything, timing, mutation if part == mutated else None, run.report)
+        blocks = reversed(order) if reverse and task == "backward" else order
+        _run_kernel(launch, pointers, blocks, everything, timing, mutation if task == mutated else None, run.report)
     return run
 
 
@@ -192,7 +190,9 @@ def assert_clean(case: BackwardCase, tensors: dict[str, Tensor], run: Run) -> No
         seen = np.clip(last_queries + offset + 1, 0, nk) if case.causal else np.full(len(last_queries), nk)
         expected = -(-seen // config.block_n)
         # A block's last release comes from the first query tile that its keys need: all turns are taken.
-        np.testing.assert_array_equal(turns[:, :: config.block_m // 32], np.broadcast_to(expected, (len(turns), len(expected))))
+        np.testing.assert_array_equal(
+            turns[:, :: config.block_m // 32], np.broadcast_to(expected, (len(turns), len(expected)))
+        )
 
 
 def call_of(case: BackwardCase, tensors: dict[str, Tensor]) -> Backward:
