@@ -1,18 +1,21 @@
-"""`attention_backward`: the gradients of attention, on the CPU so far."""
+"""`attention_backward`: the gradients of attention."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Hashable, Mapping
+from typing import TYPE_CHECKING, Any
 
-from .arrays import CPU, Operand, kind_of
-from .checks import check_call, check_fellow, check_flag, check_written, refuse_shared
-from .errors import UnsupportedError
-from .request import AXES, Request
+from . import jit
+from .arrays import CPU, Kind, Operand, kind_of
+from .checks import check_call, check_fellow, check_flag, check_gpu, check_written, refuse_shared
+from .request import AXES, BackwardRequest, Request
+
+if TYPE_CHECKING:
+    from .backward_plan import BackwardPlan
 
 __all__ = ["attention_backward"]
 
+INPUTS = ("q", "k", "v", "dout", "out", "lse", "dlse")
 GRADS = ("grads[0]", "grads[1]", "grads[2]")
 
 
@@ -40,8 +43,8 @@ def attention_backward(
     q : array (B, Nq, Hq, D)
     k : array (B, Nk, Hk, D)
     v : array (B, Nk, Hk, Dv)
-        What `attention` was given: NumPy arrays, and on the CPU torch tensors, JAX arrays and others with
-        ``__dlpack__``. float16, bfloat16, float32 or float64; any strides.
+        What `attention` was given: CuPy or NumPy arrays, torch tensors (CUDA or CPU), JAX arrays or other arrays with
+        ``__dlpack__``. float16 or bfloat16, on the CPU also float32 and float64; any strides.
     out : array (B, Nq, Hq, Dv)
     lse : array (B, Hq, Nq)
         What ``attention(q, k, v, ..., return_lse=True)`` gave with the same `causal`, `scale` and `layout`. The LSE is
@@ -53,7 +56,8 @@ def attention_backward(
     layout : {"bshd", "bhsd"}
         As for `attention`.
     deterministic : bool
-        Whether results must repeat bit for bit. On the CPU they always do.
+        Whether results must repeat bit for bit. On the CPU they always do, and those of k and v do everywhere; on a GPU
+        the sums of dq come in any order otherwise.
     grads : (dq, dk, dv), optional
         Arrays that receive the gradients: of the inputs' kind, dtype and device, with the shapes of q, k and v, any
         strides, sharing no memory with the inputs or each other.
@@ -72,7 +76,9 @@ def attention_backward(
     TypeError
         Element types or kinds of arrays that are not accepted, or mixed.
     UnsupportedError
-        Arrays on a GPU, and other legal requests that cuflash does not serve; the message says what to do.
+        A legal request that cuflash does not serve; the message says what to do.
+    CompileError, MissingKernelError, DriverError
+        A kernel could not be made, found or run.
 
     Notes
     -----
@@ -119,37 +125,78 @@ def _named_grads(grads: Any) -> dict[str, Any]:
     return dict(zip(GRADS, grads, strict=True))
 
 
-@dataclass(frozen=True)
-class _Checked:
-    """A checked call: that of the forward pass, and what comes with the gradients."""
-
-    forward: Request
-    dout: Operand
-    out: Operand
-    lse: Operand
-    dlse: Operand | None
-    grads: tuple[Operand, ...]
-
-
 def _backward(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Any:
     """The call on arrays that cuflash addresses itself, by name."""
-    call = _check(arrays, **options)
-    kind, forward = call.forward.q.kind, call.forward
-    grads = tuple(x.array for x in call.grads)
+    kind = kind_of(arrays["q"])
+    assert kind is not None
+    key = _plan_key(kind, arrays, options)
+    plan = None if key is None else jit.BACKWARD_PLANS.get(key)
+    if plan is None:
+        request = _check(arrays, **options)
+        if request.device == CPU:
+            return _run_on_cpu(request)
+        from .backward_plan import make_plan
+
+        plan = make_plan(request)
+        if key is not None:
+            jit.remember_backward(key, plan)
+    if kind.current_device() != plan.device:
+        with kind.on_device(plan.device):
+            return _launch(kind, plan, arrays, options)
+    return _launch(kind, plan, arrays, options)
+
+
+def _plan_key(kind: Kind, arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Hashable:
+    """All that a plan depends on; None for a call to be checked whole, as one whose ``grads`` may overlap inputs is."""
+    if GRADS[0] in arrays:
+        return None
+    try:
+        geometry = [kind.geometry(arrays[name]) for name in INPUTS if name in arrays]
+        bits = 0
+        for _, address in geometry:
+            bits |= address
+        key = (*(form for form, _ in geometry), bits & 15, *options.values())
+        hash(key)
+    except (AttributeError, TypeError, RuntimeError):  # not arrays of this kind, or not hashable: to be refused
+        return None
+    return key
+
+
+def _launch(kind: Kind, plan: BackwardPlan, arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Any:
+    """Allocate, and launch on the current stream; the plan's device is current."""
+    given = GRADS[0] in arrays
+    if given:
+        grads = tuple(arrays[name] for name in GRADS)
+        places = tuple(kind.geometry(grad)[1] for grad in grads)
+        for grad in grads:
+            kind.written(grad)
+    else:
+        made = [kind.empty(arrays[name], tuple(arrays[name].shape)) for name in ("q", "k", "v")]
+        grads, places = (tuple(each) for each in zip(*made, strict=True))
+    if plan.workspace is None:
+        for grad in grads:
+            kind.fill_dead(grad, None)
+        return grads
+    if not given and any(place % plan.alignment for place in places):  # a rare allocator: plan for what it gave
+        return _backward({**arrays, **dict(zip(GRADS, grads, strict=True))}, options)
+    inputs = tuple(kind.geometry(arrays[name])[1] if name in arrays else 0 for name in INPUTS)
+    # Freed as soon as the call returns, to a pool that gives it to later work of the same stream.
+    _workspace, workspace_at = kind.empty(arrays["q"], (plan.workspace.floats,), "float32")
+    plan.launch(inputs, places, workspace_at, kind.stream(plan.device))
+    return grads
+
+
+def _run_on_cpu(request: BackwardRequest) -> tuple[Any, ...]:
+    from .cpu_backward import attention_backward_cpu
+
+    kind, forward = request.forward.q.kind, request.forward
+    grads = tuple(x.array for x in request.grads)
     for grad in grads:
         kind.written(grad)
     if not grads:
         grads = tuple(kind.empty(x.array, x.shape)[0] for x in (forward.q, forward.k, forward.v))
-    _run_on_cpu(call, grads)
-    return grads
-
-
-def _run_on_cpu(call: _Checked, grads: tuple[Any, ...]) -> None:
-    from .cpu_backward import attention_backward_cpu
-
-    kind, forward = call.forward.q.kind, call.forward
     batch, seq, heads, dim = AXES[forward.layout]
-    inputs = (x.array for x in (call.dout, forward.q, forward.k, forward.v, call.out))
+    inputs = (x.array for x in (request.dout, forward.q, forward.k, forward.v, request.out))
     dout, q, k, v, out, *views = (kind.numpy(x).transpose(batch, heads, seq, dim) for x in (*inputs, *grads))
     kind.untraced(attention_backward_cpu)(
         dout,
@@ -157,28 +204,23 @@ def _run_on_cpu(call: _Checked, grads: tuple[Any, ...]) -> None:
         k,
         v,
         out,
-        kind.numpy(call.lse.array),
-        dlse=None if call.dlse is None else kind.numpy(call.dlse.array),
+        kind.numpy(request.lse.array),
+        dlse=None if request.dlse is None else kind.numpy(request.dlse.array),
         causal=forward.causal,
         scale=forward.scale,
         grads=views,
     )
+    return grads
 
 
 # --- checks ----------------------------------------------------------------------------------------------------
 
 
-def _check(arrays: Mapping[str, Any], *, causal: Any, scale: Any, layout: Any, deterministic: Any) -> _Checked:
+def _check(arrays: Mapping[str, Any], *, causal: Any, scale: Any, layout: Any, deterministic: Any) -> BackwardRequest:
     """Check the call whole, before anything is allocated or written."""
     inputs = [arrays[name] for name in ("q", "k", "v")]
     forward = check_call(inputs, None, causal=causal, scale=scale, layout=layout)
-    check_flag("deterministic", deterministic)
-    q = forward.q
-    if q.device != CPU:
-        raise UnsupportedError(
-            f"q is on {q.place}, and cuflash.attention_backward runs on the CPU only so far: gradients on the GPU come "
-            "with a later release; pass NumPy arrays, such as cupy.asnumpy(q), or CPU tensors, such as q.cpu()"
-        )
+    q, fixed = forward.q, check_flag("deterministic", deterministic)
     out_shape = forward.out_shape
     dout, out = (_adopt(q, arrays, name, out_shape, q.dtype, "this call's output") for name in ("dout", "out"))
     lse, dlse = (
@@ -188,11 +230,12 @@ def _check(arrays: Mapping[str, Any], *, causal: Any, scale: Any, layout: Any, d
         for name in ("lse", "dlse")
     )
     assert lse is not None
-    call = _Checked(forward, dout, out, lse, dlse, _check_grads(forward, arrays))
-    for i, grad in enumerate(call.grads):
-        others = (q, forward.k, forward.v, dout, out, lse, dlse, *call.grads[:i])
-        refuse_shared(grad, (x for x in others if x is not None))
-    return call
+    request = BackwardRequest(forward, dout, out, lse, dlse, _check_grads(forward, arrays), fixed)
+    for i, grad in enumerate(request.grads):
+        refuse_shared(grad, (*request.inputs, *request.grads[:i]))
+    if q.device != CPU:
+        check_gpu(forward, (*request.inputs[3:], *request.grads))
+    return request
 
 
 def _adopt(q: Operand, arrays: Mapping[str, Any], name: str, shape: tuple[int, ...], dtype: str, whose: str) -> Operand:

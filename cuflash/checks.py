@@ -207,8 +207,9 @@ def check_written(out: Operand, shape: tuple[int, ...], whose: str) -> None:
             reach += stride * (extent - 1)
 
 
-def check_gpu(request: Request) -> None:
-    operands = [x for x in (request.q, request.k, request.v, request.out) if x is not None]
+def check_gpu(request: Request, others: Iterable[Operand] = ()) -> None:
+    """Refuse what no GPU kernel takes, of a call's arrays and of others that come with them."""
+    operands = [x for x in (request.q, request.k, request.v, request.out, *others) if x is not None]
     if request.q.dtype not in GPU_DTYPES:
         raise UnsupportedError(
             f"q, k and v have dtype {request.q.dtype}; the GPU kernels take float16 and bfloat16: cast them, "

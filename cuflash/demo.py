@@ -18,6 +18,7 @@ from . import driver, jit, kernels
 from .bench.accuracy import Error, array_module, errors
 from .bench.inputs import Case, InputPool, poison
 from .build import UNBOUNDED, build
+from .config import ForwardConfig
 from .errors import DriverError, MissingKernelError, UnsupportedError
 from .explanation import Explanation, explain
 from .problem import AttentionProblem, Mask
@@ -247,6 +248,7 @@ def demo_compile(screen: Screen) -> None:
     rows = []
     for problem, config in jobs:
         one = built[problem.arch, kernels.symbol(problem, config)]
+        assert isinstance(config, ForwardConfig)
         code = "cached" if one.cached else f"{one.seconds:.2f} s"
         call, tile = f"D {problem.head_dim}, {problem.mask}", f"{config.block_m} x {config.block_n}"
         rows.append([problem.arch, call, tile, code, one.registers, one.spill_bytes, size(one.smem_bytes)])

@@ -10,7 +10,7 @@ from . import cost, driver, jit, kernels
 from .arch import ARCHES, Arch, arch_for, needs_ptx
 from .arrays import CPU, ITEM_BYTES
 from .checks import check_apart, check_gpu, request_for
-from .config import KernelConfig, Sm90Config, SmemRegion
+from .config import KernelConfig, Sm80Config, Sm90Config, SmemRegion
 from .cost import DeviceModel, Schedule, Shape
 from .errors import UnsupportedError
 from .problem import AttentionProblem
@@ -291,6 +291,7 @@ def grid_and_schedule(
     if isinstance(config, Sm90Config):
         grid = kernels.persistent_grid(problem, config, *jit.sizes_of(request), device.multiprocessors)
         return ((grid.blocks, 1, 1),), Schedule(config.block_m, grid.section, resident, device.l2_bytes)
+    assert isinstance(config, Sm80Config)
     launches = tuple(blocks for _, blocks in kernels.forward_grid(problem, config, *jit.sizes_of(request)).launches)
     return launches, Schedule(config.block_m, launches[0][0], resident, device.l2_bytes)
 

@@ -9,21 +9,22 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, cast
 
 from . import counters, driver
 from .arch import ARCHES, Arch, arch_for, needs_ptx
 from .arrays import ITEM_BYTES, Operand
 from .errors import DriverError, MissingKernelError
-from .params import FORWARD_SM80, FORWARD_SM90, fast_div
+from .params import BACKWARD_ROWS, BACKWARD_SM80, FORWARD_SM80, FORWARD_SM90, fast_div
 from .problem import AttentionProblem
 from .request import LOG2_E, TMA_BYTES, TMA_TILE_ROWS, Request
 
 # What only the cold path needs (kernels, config, settings, cache) is imported where it is used: an import of the
 # package, and of attention on the CPU, should not pay for it.
 if TYPE_CHECKING:
+    from .backward_plan import BackwardPlan
     from .compiler import Compiled
-    from .config import KernelConfig
+    from .config import ForwardConfig, KernelConfig
     from .settings import Settings
 
 Origin = Literal["memory", "disk", "prebuilt", "compiled"]
@@ -203,10 +204,17 @@ class _Buffers(threading.local):
         return buffer
 
 
-BUFFER_BYTES = max(FORWARD_SM80.size, FORWARD_SM90.size)
+BUFFER_BYTES = max(block.size for block in (FORWARD_SM80, FORWARD_SM90, BACKWARD_ROWS, BACKWARD_SM80))
 """A block of every family fits; the driver copies what the launched kernel takes."""
 
 _buffers = _Buffers()
+
+
+def argument_buffer(device: int) -> driver.ArgumentBuffer:
+    """The calling thread's parameter block for a device; its next launch fills it anew."""
+    return _buffers.of_device.get(device) or _buffers.new(device)
+
+
 _pack_sm80 = FORWARD_SM80.launch_block.pack_into
 _pack_sm90 = FORWARD_SM90.launch_block.pack_into
 
@@ -373,7 +381,8 @@ def plan_with(request: Request, loaded: LoadedKernel) -> CallPlan:
 def _plan_sm80(request: Request, loaded: LoadedKernel) -> CallPlan:
     from . import kernels
 
-    grid = kernels.forward_grid(loaded.problem, loaded.config, *sizes_of(request))
+    config = cast("ForwardConfig", loaded.config)
+    grid = kernels.forward_grid(loaded.problem, config, *sizes_of(request))
     values = _common_values(request) | {"m_tiles": grid.m_tiles}
     for name in ("q", "k", "v", "out"):
         for axis, stride in zip(("batch", "seq", "head", "dim"), request.strides[name], strict=True):
@@ -388,7 +397,8 @@ def _plan_sm90(request: Request, loaded: LoadedKernel) -> CallPlan:
     from . import kernels
 
     multiprocessors = driver.device_properties(request.device).multiprocessors
-    grid = kernels.persistent_grid(loaded.problem, loaded.config, *sizes_of(request), multiprocessors)
+    config = cast("ForwardConfig", loaded.config)
+    grid = kernels.persistent_grid(loaded.problem, config, *sizes_of(request), multiprocessors)
     values = _common_values(request) | {
         "section_tiles": fast_div(grid.section * grid.m_tiles),
         "section": fast_div(grid.section),
@@ -398,7 +408,7 @@ def _plan_sm90(request: Request, loaded: LoadedKernel) -> CallPlan:
     }
     for axis, stride in zip(("batch", "seq", "head"), request.strides["out"], strict=False):
         values[f"out_{axis}_stride"] = stride
-    rows = {"q": TMA_TILE_ROWS, "k": loaded.config.block_n, "v": loaded.config.block_n, "out": TMA_TILE_ROWS}
+    rows = {"q": TMA_TILE_ROWS, "k": config.block_n, "v": config.block_n, "out": TMA_TILE_ROWS}
     geometry = tuple(tensor_geometry(request, name, rows[name]) for name in rows)
     return TmaPlan(request, loaded, (((grid.blocks, 1, 1), FORWARD_SM90.pack_tail(values)),), geometry)
 
@@ -442,6 +452,7 @@ def _common_values(request: Request) -> dict[str, Any]:
 # --- the table -------------------------------------------------------------------------------------------------
 
 PLANS: dict[Hashable, CallPlan] = {}
+BACKWARD_PLANS: dict[Hashable, BackwardPlan] = {}
 _table_lock = threading.Lock()
 
 
@@ -450,10 +461,16 @@ def remember(key: Hashable, plan: CallPlan) -> None:
     _keep(PLANS, key, plan, MAX_PLANS)
 
 
+def remember_backward(key: Hashable, plan: BackwardPlan) -> None:
+    """Enter a plan of a backward call into the table of these."""
+    _keep(BACKWARD_PLANS, key, plan, MAX_PLANS)
+
+
 def forget_plans() -> None:
-    """Empty the table."""
+    """Empty the tables."""
     with _table_lock:
         PLANS.clear()
+        BACKWARD_PLANS.clear()
 
 
 Key = TypeVar("Key")

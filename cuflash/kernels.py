@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 from . import params
 from .arch import sm80, sm90
-from .config import KernelConfig
+from .config import BackwardConfig, ForwardConfig, KernelConfig
 from .errors import UnsupportedError
-from .problem import DTYPES, MASKS, AttentionProblem
+from .problem import DTYPES, MASKS, AttentionProblem, Task
 from .request import WIDEST_ACCESS, Request
 
 L2_SECTION_BYTES = 32 * 2**20
@@ -43,6 +43,13 @@ FAMILIES = {
         KernelFamily(
             "forward_sm90", "forward_sm90.cu.j2", "cuflash_fwd_sm90", params.FORWARD_SM90, sm90.forward_config
         ),
+        KernelFamily(
+            "backward_rows", "backward_rows.cu.j2", "cuflash_bwd_rows", params.BACKWARD_ROWS, sm80.backward_rows_config
+        ),
+        KernelFamily(
+            "backward_sm80", "backward_sm80.cu.j2", "cuflash_bwd_sm80", params.BACKWARD_SM80, sm80.backward_config
+        ),
+        KernelFamily("backward_dq", "backward_dq.cu.j2", "cuflash_bwd_dq", params.BACKWARD_DQ, sm80.backward_dq_config),
     )
 }
 
@@ -50,14 +57,16 @@ TMA_TARGETS = {"sm_90": "sm_90a"}
 """By the target that names a device: that of its kernels which load by TMA, where it has such."""
 
 
-def family_of(arch: str) -> KernelFamily:
-    """The family of the kernels for a compile target."""
-    return FAMILIES["forward_sm90" if arch in TMA_TARGETS.values() else "forward_sm80"]
+def family_of(arch: str, task: Task = "forward") -> KernelFamily:
+    """The family of the kernels for a compile target and a task."""
+    if task == "forward":
+        return FAMILIES["forward_sm90" if arch in TMA_TARGETS.values() else "forward_sm80"]
+    return FAMILIES["backward_sm80" if task == "backward" else task]
 
 
 def select_config(problem: AttentionProblem) -> KernelConfig:
     """The tuned config of a problem; its ``family`` names the kernel."""
-    return family_of(problem.arch).config_for(problem)
+    return family_of(problem.arch, problem.task).config_for(problem)
 
 
 # --- which family serves a call --------------------------------------------------------------------------------
@@ -90,10 +99,10 @@ def _hopper_refusal(request: Request, arch: str) -> str | None:
     return request.tma_refusal and f"TMA cannot take {request.tma_refusal}"
 
 
-def device_targets(arch: str, access_bytes: int = WIDEST_ACCESS) -> tuple[str, ...]:
+def device_targets(arch: str, access_bytes: int = WIDEST_ACCESS, task: Task = "forward") -> tuple[str, ...]:
     """The targets of all kernels that calls may take on a device that ``arch`` names; ordinary calls take the last."""
     own = TMA_TARGETS.get(arch)
-    if own is None or access_bytes < WIDEST_ACCESS or _family_in_use == "forward_sm80":
+    if own is None or task != "forward" or access_bytes < WIDEST_ACCESS or _family_in_use == "forward_sm80":
         return (arch,)
     return arch, own
 
@@ -155,7 +164,7 @@ class ForwardGrid(NamedTuple):
 
 
 def forward_grid(
-    problem: AttentionProblem, config: KernelConfig, batch_heads: int, group: int, seqlen_q: int, seqlen_k: int
+    problem: AttentionProblem, config: ForwardConfig, batch_heads: int, group: int, seqlen_q: int, seqlen_k: int
 ) -> ForwardGrid:
     """Thread blocks of a forward call, in the order in which they start: x fastest, then y, then z.
 
@@ -191,7 +200,7 @@ class PersistentGrid(NamedTuple):
 
 def persistent_grid(
     problem: AttentionProblem,
-    config: KernelConfig,
+    config: ForwardConfig,
     batch_heads: int,
     group: int,
     seqlen_q: int,
@@ -216,6 +225,50 @@ def section_heads(problem: AttentionProblem, group: int, seqlen_k: int) -> int:
     kv_bytes = max(1, seqlen_k) * (problem.head_dim + problem.head_dim_v) * 2
     resident = max(1, L2_SECTION_BYTES // kv_bytes)
     return group << (resident.bit_length() - 1)
+
+
+class BackwardGrid(NamedTuple):
+    """The launch of the backward pass's main kernel, one thread block for each tile of keys, and what it adds to.
+
+    ``section`` key/value heads run side by side before the next ones begin, the first key tiles of all of them first:
+    under a causal mask these are the longest.
+    """
+
+    m_tiles: int
+    n_tiles: int
+    section: int
+    blocks: int
+
+    @property
+    def last_section(self) -> int:
+        """Key/value heads of the last section."""
+        return (self.blocks // self.n_tiles - 1) % self.section + 1
+
+
+def backward_grid(
+    problem: AttentionProblem, config: BackwardConfig, sizes: tuple[int, int, int, int], deterministic: bool
+) -> BackwardGrid:
+    """Thread blocks of a backward call, in the order in which they start.
+
+    A section is as many heads as have their Q, dO and sums of dQ in the L2 cache together. Without a mask all tiles are
+    alike, and one head at a time keeps these the longest; but where tiles add in turns, those of many heads side by
+    side wait for each other less.
+
+    Parameters
+    ----------
+    problem : AttentionProblem
+    config : BackwardConfig
+    sizes : (batch * query heads, query heads for each key/value head, query length, key length)
+    deterministic : bool
+    """
+    batch_heads, group, seqlen_q, seqlen_k = sizes
+    heads = batch_heads // group
+    section = 1
+    if problem.mask == "causal" or deterministic:
+        row_bytes = 2 * (problem.head_dim + problem.head_dim_v) + 4 * problem.head_dim
+        section = max(1, L2_SECTION_BYTES // (group * seqlen_q * row_bytes))
+    n_tiles = -(-seqlen_k // config.block_n)
+    return BackwardGrid(-(-seqlen_q // config.block_m), n_tiles, min(section, heads), n_tiles * heads)
 
 
 # --- what is shipped -------------------------------------------------------------------------------------------
@@ -243,3 +296,19 @@ def shipped_problems(arch: str) -> Iterator[AttentionProblem]:
         yield replace(base, scale_first=True)
         for access_bytes in () if arch in TMA_TARGETS.values() else (8, 4, 2):
             yield replace(base, access_bytes=access_bytes)
+    if arch not in TMA_TARGETS.values():
+        yield from _shipped_backward_problems(arch)
+
+
+def _shipped_backward_problems(arch: str) -> Iterator[AttentionProblem]:
+    """The same for the backward pass: its main kernel under each mask, and the two beside it."""
+    forms = [(dims, dtype, 16) for dims, dtype in product(SHIPPED_HEAD_DIMS, DTYPES)]
+    forms += [((d, d), "bfloat16", access_bytes) for d, access_bytes in product((64, 128, 256), (8, 4, 2))]
+    last = set()
+    for (d, dv), dtype, access_bytes in forms:
+        base = AttentionProblem(d, dv, dtype, "full", access_bytes, False, arch, "backward")
+        yield base
+        yield replace(base, mask="causal")
+        yield replace(base, task="backward_rows")
+        last.add(replace(base, task="backward_dq", head_dim_v=d))
+    yield from sorted(last, key=repr)

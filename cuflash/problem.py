@@ -9,6 +9,9 @@ Dtype = Literal["float16", "bfloat16"]
 Mask = Literal["full", "causal"]
 DTYPES: tuple[Dtype, ...] = get_args(Dtype)
 MASKS: tuple[Mask, ...] = get_args(Mask)
+Task = Literal["forward", "backward_rows", "backward", "backward_dq"]
+TASKS: tuple[Task, ...] = get_args(Task)
+MASKLESS: tuple[Task, ...] = ("backward_rows", "backward_dq")
 
 MAX_HEAD_DIM = 256
 
@@ -35,6 +38,9 @@ class AttentionProblem:
         scales that are zero, negative, or so small or large that their reciprocal is useless.
     arch : str
         Compile target, for example ``"sm_90"``. ``"sm_90a"`` has kernels of its own, which load by TMA.
+    task : {"forward", "backward_rows", "backward", "backward_dq"}
+        What the kernel computes: the forward pass; or, of the backward pass, the constants of the query rows,
+        the gradients, or dQ from its sums. The first and the last of these know no mask: theirs is ``"full"``.
     """
 
     head_dim: int
@@ -44,13 +50,19 @@ class AttentionProblem:
     access_bytes: int
     scale_first: bool
     arch: str
+    task: Task = "forward"
 
     def __post_init__(self) -> None:
         for name, value in (("head_dim", self.head_dim), ("head_dim_v", self.head_dim_v)):
             if not 1 <= value <= MAX_HEAD_DIM:
                 raise ValueError(f"{name} is {value}; accepted are 1 to {MAX_HEAD_DIM}")
-        for name, word, accepted in (("dtype", self.dtype, DTYPES), ("mask", self.mask, MASKS)):
+        words = (("dtype", self.dtype, DTYPES), ("mask", self.mask, MASKS), ("task", self.task, TASKS))
+        for name, word, accepted in words:
             if word not in accepted:
                 raise ValueError(f"{name} is {word!r}; accepted are {', '.join(accepted)}")
+        if self.task in MASKLESS and self.mask != "full":
+            raise ValueError(f"mask is {self.mask!r}; task {self.task!r} knows none: accepted is full")
+        if self.task != "forward" and self.scale_first:
+            raise ValueError(f"scale_first is True; task {self.task!r} has no such variant: accepted is False")
         if self.access_bytes not in (16, 8, 4, 2):
             raise ValueError(f"access_bytes is {self.access_bytes}; accepted are 16, 8, 4 and 2")

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from .config import KernelConfig, Sm90Config
+from .config import ForwardConfig, Sm90Config
 from .cpu import Array, causal_offset
 from .request import Causal
 
@@ -126,7 +126,7 @@ def tile_schedule(
     *,
     causal: Causal,
     scale: float,
-    config: KernelConfig,
+    config: ForwardConfig,
     scale_first: bool = False,
 ) -> tuple[Array, Array]:
     """What the forward kernel of `config` computes, up to the order of sums inside a matrix product.
@@ -141,7 +141,7 @@ def tile_schedule(
         As in `oracle`.
     causal, scale
         As in `attention_cpu`.
-    config : KernelConfig
+    config : ForwardConfig
         Gives ``block_m``, ``block_n``, ``warps``, ``slack`` and, in the Hopper family, ``exact``.
     scale_first : bool
         The kernel variant that multiplies the scores by the scale before the softmax.
@@ -173,7 +173,7 @@ def tile_schedule(
     return out, lse
 
 
-def _key_tiles(seen: int, seqlen_k: int, config: KernelConfig) -> list[slice]:
+def _key_tiles(seen: int, seqlen_k: int, config: ForwardConfig) -> list[slice]:
     """The key tiles of a query tile whose last row sees `seen` keys, in the kernel's order.
 
     Warps of the Ampere-style family leave out what none of their rows sees. Warpgroups of the Hopper family compute

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from . import kernels
+from .arch import ARCHES
 from .config import KernelConfig
 from .problem import AttentionProblem
 
@@ -130,6 +131,7 @@ def dump_command(problem: AttentionProblem, config: KernelConfig) -> str:
         f"--access-bytes {problem.access_bytes}",
         f"--arch {problem.arch}",
     ]
+    words += [f"--task {problem.task}"] if problem.task != "forward" else []
     words += ["--causal"] if problem.mask == "causal" else []
     words += ["--scale-first"] if problem.scale_first else []
     words += ["--config " + ",".join(changed)] if changed else []
@@ -155,6 +157,11 @@ def render(problem: AttentionProblem, config: KernelConfig, *, lineinfo: bool = 
     symbol = kernels.symbol(problem, config)
     template = _environment().get_template(family.template)
     text = template.render(
-        problem=problem, config=config, params=family.params, symbol=symbol, dump_command=dump_command(problem, config)
+        problem=problem,
+        config=config,
+        arch=ARCHES[problem.arch],
+        params=family.params,
+        symbol=symbol,
+        dump_command=dump_command(problem, config),
     )
     return Source(text, _headers(), symbol, compile_options(problem.arch, lineinfo=lineinfo), problem.arch)

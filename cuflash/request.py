@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, cast
 
 from .arrays import ITEM_BYTES, Operand
-from .problem import AttentionProblem, Dtype
+from .problem import AttentionProblem, Dtype, Task
 
 Causal = Literal[False, "bottom_right", "top_left"]
 
@@ -121,31 +121,21 @@ class Request:
 
         Axes of one element, whose stride is arbitrary and often absurd, get 0 (1 on the last axis).
         """
+        named = {"q": self.q, "k": self.k, "v": self.v, "out": self.out}
+        return {name: self.element_strides(x, self.out_shape) for name, x in named.items()}
+
+    def element_strides(self, x: Operand | None, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The strides of an array of the call's dtype and layout; of a new one with ``shape`` if it is None."""
         item = ITEM_BYTES[self.q.dtype]
-        laid_out = {x.name: (x.shape, x.strides) for x in (self.q, self.k, self.v)}
-        if self.out is None:
-            laid_out["out"] = (self.out_shape, contiguous_strides(self.out_shape, item))
-        else:
-            laid_out["out"] = (self.out.shape, self.out.strides)
-        return {
-            name: tuple(strides[i] // item if shape[i] > 1 else int(i == 3) for i in AXES[self.layout])
-            for name, (shape, strides) in laid_out.items()
-        }
+        strides = contiguous_strides(shape, item) if x is None else x.strides
+        extents = shape if x is None else x.shape
+        return tuple(strides[i] // item if extents[i] > 1 else int(i == 3) for i in AXES[self.layout])
 
     @cached_property
     def access_bytes(self) -> int:
         """The widest access, of 16, 8, 4 and 2 bytes, that every address and row of the call allows."""
-        item = ITEM_BYTES[self.q.dtype]
         addresses = self.q.address | self.k.address | self.v.address | (self.out.address if self.out else 0)
-        elements = self.head_dim | self.head_dim_v
-        for name, (batch, seq, head, dim) in self.strides.items():
-            # The wide loads add an unsigned 32-bit offset within a tile to an address that all threads share.
-            loads_fit = name == "out" or 0 <= seq * item * TILE_ROWS < 2**31
-            if dim != 1 or not loads_fit:
-                return item
-            elements |= batch | seq | head
-        bits = WIDEST_ACCESS | addresses | elements * item
-        return bits & -bits
+        return widest_access(self, addresses, self.strides, tiled=("q", "k", "v"))
 
     @cached_property
     def tma_refusal(self) -> str | None:
@@ -199,6 +189,102 @@ class Request:
             scale_first=self.scale_first,
             arch=arch,
         )
+
+
+@dataclass(frozen=True)
+class BackwardRequest:
+    """One checked call of the backward pass.
+
+    Attributes
+    ----------
+    forward : Request
+        The call whose gradients are wanted, without its output.
+    dout, out, lse : Operand
+    dlse : Operand or None
+    grads : tuple of Operand
+        Of q, k and v; empty: new contiguous arrays in the call's layout.
+    deterministic : bool
+    """
+
+    forward: Request
+    dout: Operand
+    out: Operand
+    lse: Operand
+    dlse: Operand | None
+    grads: tuple[Operand, ...]
+    deterministic: bool
+
+    @property
+    def device(self) -> int:
+        return self.forward.device
+
+    @property
+    def inputs(self) -> tuple[Operand, ...]:
+        """All arrays that are read."""
+        forward = self.forward
+        optional = () if self.dlse is None else (self.dlse,)
+        return (forward.q, forward.k, forward.v, self.dout, self.out, self.lse, *optional)
+
+    @cached_property
+    def strides(self) -> dict[str, tuple[int, ...]]:
+        """As `Request.strides`, for q, k, v, dout, out, dq, dk and dv."""
+        forward = self.forward
+        named = {"q": forward.q, "k": forward.k, "v": forward.v, "dout": self.dout, "out": self.out}
+        strides = {name: forward.element_strides(x, x.shape) for name, x in named.items()}
+        for i, name in enumerate("qkv"):
+            given = self.grads[i] if self.grads else None
+            strides[f"d{name}"] = forward.element_strides(given, named[name].shape)
+        return strides
+
+    @cached_property
+    def row_strides(self) -> dict[str, tuple[int, ...]]:
+        """Strides in elements of lse and dlse along (batch, heads, seq); zeros for a dlse that is not there."""
+        item = ITEM_BYTES[self.lse.dtype]
+        return {
+            name: (0, 0, 0) if x is None else tuple(stride // item for stride in x.strides)
+            for name, x in (("lse", self.lse), ("dlse", self.dlse))
+        }
+
+    @cached_property
+    def access_bytes(self) -> int:
+        """As `Request.access_bytes`, for all arrays of the inputs' dtype."""
+        addresses = 0
+        for x in (self.forward.q, self.forward.k, self.forward.v, self.dout, self.out, *self.grads):
+            addresses |= x.address
+        return widest_access(self.forward, addresses, self.strides, tiled=("q", "k", "v", "dout"))
+
+    def problem(self, arch: str, task: Task) -> AttentionProblem:
+        """One of the kernels that the call needs on a compile target."""
+        forward = self.forward
+        return AttentionProblem(
+            head_dim=forward.head_dim,
+            head_dim_v=forward.head_dim if task == "backward_dq" else forward.head_dim_v,
+            dtype=cast(Dtype, forward.q.dtype),
+            mask="causal" if forward.causal and task == "backward" else "full",
+            access_bytes=self.access_bytes,
+            scale_first=False,
+            arch=arch,
+            task=task,
+        )
+
+
+def widest_access(
+    request: Request, addresses: int, strides: Mapping[str, tuple[int, ...]], tiled: Collection[str]
+) -> int:
+    """The widest access that addresses (all ORed together), rows and strides in elements allow.
+
+    ``tiled`` names the arrays that are loaded tile by tile.
+    """
+    item = ITEM_BYTES[request.q.dtype]
+    elements = request.head_dim | request.head_dim_v
+    for name, (batch, seq, head, dim) in strides.items():
+        # The wide loads add an unsigned 32-bit offset within a tile to an address that all threads share.
+        loads_fit = name not in tiled or 0 <= seq * item * TILE_ROWS < 2**31
+        if dim != 1 or not loads_fit:
+            return item
+        elements |= batch | seq | head
+    bits = WIDEST_ACCESS | addresses | elements * item
+    return bits & -bits
 
 
 def contiguous_strides(shape: Sequence[int], item: int) -> tuple[int, ...]:

@@ -24,6 +24,11 @@ class Arch(NamedTuple):
         return int(digits[:-1]), int(digits[-1])
 
     @property
+    def adds_vectors(self) -> bool:
+        """Whether ``red.global.add`` takes four fp32 numbers at once."""
+        return self.compute_capability >= (9, 0)
+
+    @property
     def specific(self) -> bool:
         """Whether its code uses instructions of one compute capability, and so runs on no other."""
         return self.name.endswith("a")

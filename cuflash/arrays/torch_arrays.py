@@ -76,7 +76,7 @@ def operand(name: str, x: Any, /) -> Operand:
     if x.requires_grad and is_grad_enabled():
         raise UnsupportedError(
             f"{name} requires grad, and autograd cannot see through cuflash yet: call it under torch.no_grad(), or "
-            f"pass {name}.detach(); cuflash.attention_backward computes gradients of CPU tensors"
+            f"pass {name}.detach(); cuflash.attention_backward computes the gradients"
         )
     if watcher := _watcher(x):
         raise UnsupportedError(

@@ -71,7 +71,9 @@ def kernel_jobs(args: argparse.Namespace) -> list[Job]:
         ]
     else:
         asked = [problem_from(args, arch) for arch in named]
-        found = [replace(p, arch=target) for p in asked for target in kernels.device_targets(p.arch, p.access_bytes)]
+        found = [
+            replace(p, arch=target) for p in asked for target in kernels.device_targets(p.arch, p.access_bytes, p.task)
+        ]
     problems = list(dict.fromkeys(found))  # sm_90 and sm_90a name some kernels twice
     problems.sort(key=lambda problem: -(problem.head_dim + problem.head_dim_v))
     return [(problem, kernels.select_config(problem)) for problem in problems]

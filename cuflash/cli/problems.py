@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import dataclasses
 
-from ..config import KernelConfig, Sm80Config, Sm90Config
-from ..problem import AttentionProblem
+from ..config import BackwardConfig, BackwardRowsConfig, KernelConfig, Sm80Config, Sm90Config
+from ..problem import TASKS, AttentionProblem
 
 
 def add_problem_options(parser: argparse._ActionsContainer) -> None:
@@ -15,6 +15,7 @@ def add_problem_options(parser: argparse._ActionsContainer) -> None:
     parser.add_argument("--head-dim-v", type=int, metavar="DV", help="default: as --head-dim")
     parser.add_argument("--dtype", choices=("float16", "bfloat16"), default="bfloat16")
     parser.add_argument("--causal", action="store_true")
+    parser.add_argument("--task", choices=TASKS, default="forward", help="what the kernel computes; default: forward")
     parser.add_argument(
         "--access-bytes", type=int, choices=(16, 8, 4, 2), help="default: the widest that the head dims allow"
     )
@@ -45,6 +46,7 @@ def problem_from(args: argparse.Namespace, arch: str) -> AttentionProblem:
         access_bytes=args.access_bytes or widest,
         scale_first=args.scale_first,
         arch=arch,
+        task=args.task,
     )
 
 
@@ -69,7 +71,7 @@ def default_arch() -> str:
 
 def parse_override(text: str) -> dict[str, int]:
     """``block_n=48,ctas=2``: fields of the tuning table's config to change, of whichever family."""
-    families = (Sm80Config, Sm90Config)
+    families = (Sm80Config, Sm90Config, BackwardConfig, BackwardRowsConfig)
     types = {field.name: field.type for family in families for field in dataclasses.fields(family) if field.compare}
     override: dict[str, int] = {}
     for part in text.split(","):

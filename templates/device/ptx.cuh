@@ -23,6 +23,7 @@ DEVICE u32 opaque(u32 x) {
     return x;
 }
 DEVICE void cta_sync() { __syncthreads(); }
+DEVICE bool cta_sync_or(bool predicate) { return __syncthreads_or(predicate); }   // true for all if it is for one thread
 DEVICE void warp_sync() { __syncwarp(); }
 DEVICE bool warp_any(bool predicate) { return __any_sync(~0u, predicate); }
 
@@ -67,11 +68,37 @@ DEVICE Chunk ld_shared_chunk(u32 address) {
     return c;
 }
 DEVICE u16 ld_global_u16(const void* p) { return *(const u16*)p; }
-DEVICE void st_global(void* p, u16 value) { *(u16*)p = value; }
-DEVICE void st_global(void* p, u32 value) { *(u32*)p = value; }
-DEVICE void st_global(void* p, float value) { *(float*)p = value; }
-DEVICE void st_global(void* p, u64 value) { *(u64*)p = value; }
-DEVICE void st_global(void* p, const Chunk& value) { *(Chunk*)p = value; }
+template <class T>
+DEVICE T ld_global(const void* p) { return *(const T*)p; }
+template <class T>
+DEVICE void st_global(void* p, const T& value) { *(T*)p = value; }
+
+// ---- sums in global memory, and whose turn it is to add (9.7.13.6: red; 9.7.9.8: ld.acquire)
+
+// Adds a lane's share of a 16x8 accumulator fragment to the 128 sums at `fragment`. With vectors a lane's four values lie together,
+// without them those of all lanes: either way a warp's instruction covers whole sectors. ld_global_fragment reads the same order.
+template <bool kVector>
+DEVICE void red_add_fragment(float* fragment, int lane, const float* c) {
+    if constexpr (kVector) {
+        asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};"
+                     :: "l"(fragment + 4 * lane), "f"(c[0]), "f"(c[1]), "f"(c[2]), "f"(c[3]) : "memory");
+    } else {
+        #pragma unroll
+        for (int e = 0; e < 4; e++)
+            asm volatile("red.relaxed.gpu.global.add.f32 [%0], %1;" :: "l"(fragment + 32 * e + lane), "f"(c[e]) : "memory");
+    }
+}
+template <bool kVector>
+DEVICE void ld_global_fragment(float* c, const float* fragment, int lane) {
+    #pragma unroll
+    for (int e = 0; e < 4; e++) c[e] = kVector ? fragment[4 * lane + e] : fragment[32 * e + lane];
+}
+DEVICE int ld_acquire_gpu(const int* p) {
+    int value;
+    asm volatile("ld.acquire.gpu.global.b32 %0, [%1];" : "=r"(value) : "l"(p) : "memory");
+    return value;
+}
+DEVICE void st_release_gpu(int* p, int value) { asm volatile("st.release.gpu.global.b32 [%0], %1;" :: "l"(p), "r"(value) : "memory"); }
 
 // ---- matrix fragments (9.7.15.4.8: mma.m16n8k16; 9.7.15.4.14: ldmatrix)
 
@@ -114,17 +141,31 @@ DEVICE u32 pack_pair(float low, float high) {
     return r;
 }
 
+// The two fp32 values of a register of the element type.
+template <bool kBf16>
+DEVICE void unpack_pair(u32 pair, float& low, float& high) {
+    if constexpr (kBf16) {
+        low = __int_as_float((int)(pair << 16));
+        high = __int_as_float((int)(pair & 0xffff0000u));
+    } else {
+        asm("{.reg .b16 l, h; mov.b32 {l, h}, %2; cvt.f32.f16 %0, l; cvt.f32.f16 %1, h;}" : "=f"(low), "=f"(high) : "r"(pair));
+    }
+}
+
 // ---- arithmetic (9.7.3)
 
 DEVICE float exp2_approx(float x) { float y; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
 DEVICE float log2_approx(float x) { float y; asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
 DEVICE float rcp_approx(float x) { float y; asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
 DEVICE float max_f32(float a, float b) { return fmaxf(a, b); }
+DEVICE float min_nan_f32(float a, float b) { float y; asm("min.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b)); return y; }   // a NaN wins
 DEVICE float fma_f32(float a, float b, float c) { return __fmaf_rn(a, b, c); }
 DEVICE float mul_f32(float a, float b) { return __fmul_rn(a, b); }   // never contracted into an fma
 DEVICE int float_bits(float x) { return __float_as_int(x); }
 DEVICE float bits_float(u32 x) { return __int_as_float((int)x); }
 DEVICE int max3_s32(int a, int b, int c) { return __vimax3_s32(a, b, c); }
+
+DEVICE float shuffle_xor(float x, int mask) { return __shfl_xor_sync(~0u, x, mask); }
 
 // Over the four lanes that hold one row of an accumulator fragment.
 DEVICE float quad_max(float x) {

@@ -31,5 +31,5 @@ struct FastDiv {
 constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 constexpr int round_up(int a, int b) { return ceil_div(a, b) * b; }
 constexpr int next_pow2(int n) { return n <= 1 ? 1 : 2 * next_pow2((n + 1) / 2); }
-DEVICE int min_int(int a, int b) { return a < b ? a : b; }
-DEVICE int max_int(int a, int b) { return a > b ? a : b; }
+DEVICE constexpr int min_int(int a, int b) { return a < b ? a : b; }
+DEVICE constexpr int max_int(int a, int b) { return a > b ? a : b; }

@@ -101,7 +101,22 @@ void prepare_block(char* stacks) {
     begin_block_memory();
 }
 
+// The threads' votes, where the barrier takes them: of all or of none.
+void count_votes() {
+    bool any = false;
+    long votes = 0;
+    for (Thread& t : machine.threads)
+        if (t.operands) {
+            any |= static_cast<Vote*>(t.operands)->predicate;
+            votes++;
+        }
+    if (votes && votes != (long)machine.threads.size()) fault("divergence", "%ld threads vote at the block barrier", votes);
+    for (Thread& t : machine.threads)
+        if (t.operands) static_cast<Vote*>(t.operands)->result = any;
+}
+
 void open_barrier() {
+    count_votes();
     for (Warp& w : machine.warps) w.at_barrier = false;
     machine.epoch++;
     machine.counts["block barriers"]++;
@@ -182,6 +197,11 @@ void arrive(Wait wait, void* operands) {
 void block_barrier() {
     if (machine.no_block_barrier) return;
     arrive(Wait::block_barrier, nullptr);
+}
+bool block_vote_any(bool predicate) {
+    Vote vote{predicate, predicate};
+    if (!machine.no_block_barrier) arrive(Wait::block_barrier, &vote);
+    return vote.result;
 }
 void warp_barrier() {
     if (machine.no_warp_barrier) return;

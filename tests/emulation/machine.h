@@ -30,6 +30,7 @@ Coordinates grid_extent();
 
 // ---- synchronisation
 void block_barrier();
+bool block_vote_any(bool predicate);   // a block barrier, too
 void warp_barrier();
 
 // ---- shared memory: addresses are offsets from its start
@@ -40,6 +41,8 @@ void store_shared(uint32_t address, const void* from, int bytes);
 // ---- global memory: only inside registered tensors
 void load_global(void* to, const void* address, int bytes);
 void store_global(void* address, const void* from, int bytes);
+void add_global(float* address, const float* values, int count);   // to sums: any number of times
+void signal_global(int* address, int value);   // as store_global, but any number of times
 
 // ---- asynchronous copies; `valid` bytes are read, the others up to `bytes` become zero
 void async_copy(uint32_t to, const void* from, int bytes, uint32_t valid);

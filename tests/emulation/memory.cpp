@@ -224,6 +224,25 @@ void store_global(void* address, const void* from, int bytes) {
     memcpy(address, from, bytes);
 }
 
+void add_global(float* address, const float* values, int count) {
+    count_instruction();
+    if (!aligned(address, 4 * count, "add")) return;
+    Region* r = find_region(address, 4 * count, "add");
+    if (!r) return;
+    if (!r->writes) return fault("store to an input", "%s", r->name.c_str());
+    for (int i = 0; i < count; i++) address[i] += values[i];
+    machine.counts["sums"] += count;
+}
+
+void signal_global(int* address, int value) {
+    count_instruction();
+    if (!aligned(address, 4, "signal")) return;
+    Region* r = find_region(address, 4, "signal");
+    if (!r) return;
+    if (!r->writes) return fault("store to an input", "%s", r->name.c_str());
+    *address = value;
+}
+
 void async_copy(uint32_t to, const void* from, int bytes, uint32_t valid) {
     count_instruction();
     machine.counts["cp.async"]++;

@@ -23,6 +23,7 @@ from cuflash.config import KernelConfig, Sm90Config
 from cuflash.params import TENSOR_MAP, ParameterBlock
 from cuflash.problem import AttentionProblem
 from cuflash.request import LOG2_E
+from tests.unit import fake_backward
 
 Array = Any
 HANDLES = 1000
@@ -200,7 +201,7 @@ def install_for_torch(monkeypatch: pytest.MonkeyPatch, device: int = 0) -> FakeG
 def _install_driver(monkeypatch: pytest.MonkeyPatch, gpu: FakeGpu) -> None:
     for table in ("_loaded", "_code", "_locks", "_places", "_tensor_maps"):
         monkeypatch.setattr(jit, table, {})
-    jit.PLANS.clear()
+    jit.forget_plans()
     monkeypatch.setattr(jit, "obtain_code", gpu.obtain_code)
     monkeypatch.setattr(jit, "_buffers", jit._Buffers())
     monkeypatch.setattr(driver, "load_kernel", gpu.load_kernel)
@@ -219,7 +220,7 @@ def remove(gpu: FakeGpu) -> None:
     """Give CuPy its own allocator back; the rest is the monkeypatch's."""
     if gpu.cupy is not None:
         gpu.cupy.cuda.set_allocator(gpu.cupy.get_default_memory_pool().malloc)
-    jit.PLANS.clear()
+    jit.forget_plans()
 
 
 def fill_dead(out: Array, lse: Array) -> None:
@@ -321,7 +322,10 @@ def _persistent_work(launch: Launch) -> list[WorkTile]:
 
 
 def run(launch: Launch) -> None:
-    """Carry a launch out, query tile by query tile; softmax in float64."""
+    """Carry a launch out; of the forward pass, query tile by query tile, with the softmax in float64."""
+    if runner := fake_backward.RUNNERS.get(launch.loaded.problem.task):
+        runner(launch)
+        return
     for work in work_of(launch):
         _run_tile(launch, work)
 

@@ -10,6 +10,7 @@ DEVICE u32 smem_address(const void* p) { return (u32)((const unsigned char*)p - 
 DEVICE int thread_index() { return (int)threadIdx.x; }
 DEVICE u32 opaque(u32 x) { return x; }
 DEVICE void cta_sync() { emulation::block_barrier(); }
+DEVICE bool cta_sync_or(bool predicate) { return emulation::block_vote_any(predicate); }
 DEVICE void warp_sync() { emulation::warp_barrier(); }
 DEVICE bool warp_any(bool predicate) { return emulation::vote_any(predicate); }
 
@@ -34,7 +35,23 @@ DEVICE float ld_shared_f32(u32 address) { float v; emulation::load_shared(&v, ad
 DEVICE Chunk ld_shared_chunk(u32 address) { Chunk c; emulation::load_shared(&c, address, 16); return c; }
 DEVICE u16 ld_global_u16(const void* p) { u16 v; emulation::load_global(&v, p, 2); return v; }
 template <class T>
+DEVICE T ld_global(const void* p) { T v; emulation::load_global(&v, p, (int)sizeof(T)); return v; }
+template <class T>
 DEVICE void st_global(void* p, const T& value) { emulation::store_global(p, &value, (int)sizeof(T)); }
+
+// ---- sums in global memory, and whose turn it is
+
+template <bool kVector>
+DEVICE void red_add_fragment(float* fragment, int lane, const float* c) {
+    if constexpr (kVector) emulation::add_global(fragment + 4 * lane, c, 4);
+    else for (int e = 0; e < 4; e++) emulation::add_global(fragment + 32 * e + lane, c + e, 1);
+}
+template <bool kVector>
+DEVICE void ld_global_fragment(float* c, const float* fragment, int lane) {
+    for (int e = 0; e < 4; e++) c[e] = ld_global<float>(kVector ? fragment + 4 * lane + e : fragment + 32 * e + lane);
+}
+DEVICE int ld_acquire_gpu(const int* p) { return ld_global<int>(p); }
+DEVICE void st_release_gpu(int* p, int value) { emulation::signal_global(p, value); }
 
 // ---- matrix fragments
 
@@ -49,6 +66,12 @@ DEVICE u32 pack_pair(float low, float high) {
     return emulation::to_element(low, kBf16) | (u32)emulation::to_element(high, kBf16) << 16;
 }
 
+template <bool kBf16>
+DEVICE void unpack_pair(u32 pair, float& low, float& high) {
+    low = emulation::from_element((u16)pair, kBf16);
+    high = emulation::from_element((u16)(pair >> 16), kBf16);
+}
+
 // ---- arithmetic; .ftz flushes subnormal inputs and results to zero of the same sign
 
 DEVICE float flush_subnormal(float x) { return fabsf(x) < __FLT_MIN__ ? copysignf(0.f, x) : x; }
@@ -56,6 +79,7 @@ DEVICE float exp2_approx(float x) { return flush_subnormal(exp2f(flush_subnormal
 DEVICE float log2_approx(float x) { return flush_subnormal(log2f(flush_subnormal(x))); }
 DEVICE float rcp_approx(float x) { return flush_subnormal(1.f / flush_subnormal(x)); }
 DEVICE float max_f32(float a, float b) { return a == 0.f && b == 0.f ? a + b : fmaxf(a, b); }   // +0 is above -0; a NaN loses
+DEVICE float min_nan_f32(float a, float b) { return a != a || b != b ? a + b : fminf(a, b); }
 DEVICE float fma_f32(float a, float b, float c) { return fmaf(a, b, c); }
 DEVICE float mul_f32(float a, float b) {
     float product = a * b;
@@ -66,6 +90,7 @@ DEVICE int float_bits(float x) { int i; memcpy(&i, &x, 4); return i; }
 DEVICE float bits_float(u32 i) { float x; memcpy(&x, &i, 4); return x; }
 DEVICE int max3_s32(int a, int b, int c) { return max_int(a, max_int(b, c)); }
 
+DEVICE float shuffle_xor(float x, int mask) { return emulation::shuffle_xor(x, mask); }
 DEVICE float quad_max(float x) {
     x = max_f32(x, emulation::shuffle_xor(x, 1));
     return max_f32(x, emulation::shuffle_xor(x, 2));

@@ -1,0 +1,203 @@
+"""Launch plans of the backward pass: three kernels, and the workspace between them.
+
+The first kernel computes the constants of the query rows, LSE * log2(e) and delta = rowsum(dO * O) - dLSE, and clears
+the sums of dQ. The second, with a thread block for each tile of keys, computes dK and dV and adds its share of dQ to
+the sums. The third converts these. The workspace is an array of the caller's kind: it comes from the same pool as the
+results, which gives it out again in stream order.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from . import driver, jit
+from .arch import Arch
+from .errors import UnsupportedError
+from .params import BACKWARD_DQ, BACKWARD_ROWS, BACKWARD_SM80, fast_div
+from .problem import Task
+from .request import LOG2_E, BackwardRequest
+
+if TYPE_CHECKING:
+    from .jit import LoadedKernel
+    from .kernels import BackwardGrid
+
+ROW_TILE = 32
+"""Rows of a thread block of the first kernel; query tiles are multiples."""
+WORKSPACE_ALIGN = 16
+MAX_BLOCKS = 2**31 - 1
+
+_pack_rows = BACKWARD_ROWS.launch_block.pack_into
+_pack_main = BACKWARD_SM80.launch_block.pack_into
+_pack_dq = BACKWARD_DQ.launch_block.pack_into
+
+
+class Workspace(NamedTuple):
+    """Where what the kernels share lies: offsets in bytes from a multiple of `WORKSPACE_ALIGN`.
+
+    ``turns`` is None where dQ may be summed in any order.
+    """
+
+    rows: int
+    turns: int | None
+    size: int
+
+    @classmethod
+    def of(cls, padded_rows: int, head_dim: int, deterministic: bool) -> Workspace:
+        """For the query rows of all heads, each padded to whole query tiles."""
+        rows = padded_rows * -(-head_dim // 16) * 16 * 4
+        turns = rows + padded_rows * 8
+        return cls(rows, turns if deterministic else None, turns + padded_rows // ROW_TILE * 4 * deterministic)
+
+    @property
+    def floats(self) -> int:
+        """Elements of a float32 array that holds it wherever its pool puts it."""
+        return (self.size + WORKSPACE_ALIGN) // 4
+
+
+class Launch(NamedTuple):
+    """A kernel, its grid, and its packed parameters behind the pointers."""
+
+    loaded: LoadedKernel
+    blocks: int
+    tail: bytes
+
+    def start(self, stream: int, params_address: int) -> None:
+        kernel, config = self.loaded.kernel, self.loaded.config
+        smem_bytes = config.smem_bytes(self.loaded.problem)
+        driver.launch(kernel.handle, (self.blocks, 1, 1), (config.threads, 1, 1), smem_bytes, stream, params_address)
+
+
+class BackwardPlan:
+    """Everything about a backward call but its pointers.
+
+    Attributes
+    ----------
+    device : int
+    alignment : int
+        Addresses of gradients must be multiples of it.
+    workspace : Workspace or None
+        None if nothing is launched: there are no queries or no keys, and the caller fills zeros in.
+    launches : tuple of Launch
+        Of the three kernels, in order; none if nothing is launched.
+    """
+
+    __slots__ = ("alignment", "device", "launches", "workspace")
+
+    def __init__(self, device: int, launches: tuple[Launch, ...] = (), workspace: Workspace | None = None) -> None:
+        self.device = device
+        self.launches = launches
+        self.workspace = workspace
+        self.alignment = launches[0].loaded.problem.access_bytes if launches else 1
+
+    def launch(self, inputs: tuple[int, ...], grads: tuple[int, ...], workspace: int, stream: int) -> None:
+        """Launch on a stream of the plan's device, whose context must be current.
+
+        Parameters
+        ----------
+        inputs : tuple of int
+            Addresses of q, k, v, dout, out, lse and dlse; that of dlse is 0 where there is none.
+        grads : tuple of int
+            Addresses of dq, dk and dv.
+        workspace : int
+            Address of the workspace.
+        stream : int
+        """
+        assert self.workspace is not None
+        q, k, v, dout, out, lse, dlse = inputs
+        dq, dk, dv = grads
+        sums = -(-workspace // WORKSPACE_ALIGN) * WORKSPACE_ALIGN
+        rows = sums + self.workspace.rows
+        turns = 0 if self.workspace.turns is None else sums + self.workspace.turns
+        buffer = jit.argument_buffer(self.device)
+        first, main, last = self.launches
+        _pack_rows(buffer.block, 0, dout, out, lse, dlse, rows, sums, turns, first.tail)
+        first.start(stream, buffer.address)
+        _pack_main(buffer.block, 0, dout, q, k, v, dk, dv, rows, sums, turns, main.tail)
+        main.start(stream, buffer.address)
+        _pack_dq(buffer.block, 0, rows, sums, dq, last.tail)
+        last.start(stream, buffer.address)
+
+
+def make_plan(request: BackwardRequest) -> BackwardPlan:
+    """Plan a GPU call; compiles and loads its kernels if that was not done before.
+
+    Raises
+    ------
+    UnsupportedError
+        There are more tiles than a launch takes.
+    """
+    forward = request.forward
+    if forward.rows == 0 or forward.seqlen_k == 0:
+        return BackwardPlan(request.device)
+    arch = jit.device_arch(request.device)
+    first, main, last = (_kernel(request, arch, task) for task in ("backward_rows", "backward", "backward_dq"))
+    return plan_with(request, first, main, last)
+
+
+def _kernel(request: BackwardRequest, arch: Arch, task: Task) -> LoadedKernel:
+    return jit.kernel_for(request.problem(arch.name, task), request.device)
+
+
+def plan_with(request: BackwardRequest, first: LoadedKernel, main: LoadedKernel, last: LoadedKernel) -> BackwardPlan:
+    """Plan a GPU call that launches three kernels, which must be those for its problems."""
+    from . import kernels
+    from .config import BackwardConfig
+
+    forward, config = request.forward, main.config
+    assert isinstance(config, BackwardConfig)
+    grid = kernels.backward_grid(main.problem, config, jit.sizes_of(forward), request.deterministic)
+    row_tiles = grid.m_tiles * config.block_m // ROW_TILE
+    blocks_first = forward.batch * forward.heads * row_tiles
+    if max(blocks_first, grid.blocks) > MAX_BLOCKS:
+        raise UnsupportedError(
+            f"q and k have {forward.batch} * {forward.heads} heads and lengths {forward.seqlen_q} and "
+            f"{forward.seqlen_k}; the kernels of attention_backward take up to {MAX_BLOCKS} tiles of 32 queries and "
+            f"of {config.block_n} keys in all: split the batch"
+        )
+    common: dict[str, Any] = {
+        "seqlen_q": forward.seqlen_q,
+        "heads": fast_div(forward.heads),
+        "row_tiles": fast_div(row_tiles),
+    }
+    launches = (
+        Launch(first, blocks_first, BACKWARD_ROWS.pack_tail(common | _strides(request, "dout", "out", "lse", "dlse"))),
+        Launch(main, grid.blocks, BACKWARD_SM80.pack_tail(_main_values(request, grid))),
+        _last_launch(request, last, blocks_first * (ROW_TILE // 16), common),
+    )
+    padded_rows = blocks_first * ROW_TILE
+    return BackwardPlan(request.device, launches, Workspace.of(padded_rows, forward.head_dim, request.deterministic))
+
+
+def _last_launch(request: BackwardRequest, last: LoadedKernel, row_blocks: int, common: dict[str, Any]) -> Launch:
+    values = common | {"row_blocks": row_blocks, "scale": request.forward.scale} | _strides(request, "dq")
+    return Launch(last, -(-row_blocks // (last.config.threads // 32)), BACKWARD_DQ.pack_tail(values))
+
+
+def _main_values(request: BackwardRequest, grid: BackwardGrid) -> dict[str, Any]:
+    forward = request.forward
+    return _strides(request, "dout", "q", "k", "v", "dk", "dv") | {
+        "heads": fast_div(forward.heads_k),
+        "section_tiles": fast_div(grid.section * grid.n_tiles),
+        "section": fast_div(grid.section),
+        "last_section": fast_div(grid.last_section),
+        "batch_heads": forward.batch * forward.heads_k,
+        "heads_q": forward.heads,
+        "group": forward.heads // forward.heads_k,
+        "seqlen_q": forward.seqlen_q,
+        "seqlen_k": forward.seqlen_k,
+        "causal_offset": forward.causal_offset,
+        "m_tiles": grid.m_tiles,
+        "n_tiles": grid.n_tiles,
+        "scale": forward.scale,
+        "scale_log2": forward.scale * LOG2_E,
+    }
+
+
+def _strides(request: BackwardRequest, *names: str) -> dict[str, int]:
+    values: dict[str, int] = {}
+    for name in names:
+        of_rows = name in request.row_strides
+        axes = ("batch", "head", "seq") if of_rows else ("batch", "seq", "head", "dim")
+        strides = request.row_strides[name] if of_rows else request.strides[name]
+        values |= {f"{name}_{axis}_stride": stride for axis, stride in zip(axes, strides, strict=True)}
+    return values

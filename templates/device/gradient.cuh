@@ -1,0 +1,26 @@
+// What the three kernels of the backward pass agree upon: the workspace, and how a row that sees nothing is marked.
+//
+// Of every query row: {LSE * log2(e), delta}. Of every 16x8 block of dQ a fragment: 128 fp32 sums, in the order of an mma's accumulator
+// registers, so that what a warp adds at once lies together. Of every kRowTile rows a turn. A head's rows are padded to whole query tiles.
+#pragma once
+#include "device/tile.cuh"
+
+constexpr int kRowTile = 32;   // every query tile is a multiple
+
+struct alignas(8) RowConstants {
+    float lse_log2;   // +infinity: the row does not exist or sees no key; no probability of it is above 0
+    float delta;      // rowsum(dO * O) - dLSE
+};
+
+DEVICE bool is_dead(float lse_log2) { return float_bits(lse_log2) == 0x7f800000; }
+DEVICE float dead_lse() { return bits_float(0x7f800000u); }
+
+// Floats from the first fragment to that of the block at (row_block, column_block) of a dQ with kHeadDim columns.
+template <int kHeadDim>
+DEVICE i64 fragment_offset(i64 row_block, int column_block) {
+    return (row_block * (2 * ceil_div(kHeadDim, 16)) + column_block) * 128;
+}
+
+DEVICE GlobalRows slice(const void* base, i64 batch_stride, i64 head_stride, i64 seq_stride, i64 dim_stride, int batch, int head) {
+    return {(const unsigned char*)base + 2 * (batch * batch_stride + head * head_stride), 2 * seq_stride, 2 * dim_stride};
+}

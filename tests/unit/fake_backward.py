@@ -1,0 +1,133 @@
+"""The kernels of the backward pass for `fake_gpu`: carried out by NumPy from a launch's parameters and memory alone.
+
+The sums of dQ are in an order of their own, as those of the kernels are: padded rows of padded columns.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import ml_dtypes
+import numpy as np
+
+from cuflash.config import BackwardConfig
+from cuflash.request import LOG2_E
+
+if TYPE_CHECKING:
+    from tests.unit.fake_gpu import Launch
+
+ROW_TILE = 32
+
+
+class _Memory:
+    def __init__(self, address: int, shape: tuple[int, ...], strides: tuple[int, ...], item: int) -> None:
+        self.__array_interface__ = {
+            "version": 3, "data": (address, False), "typestr": f"<u{item}", "shape": shape, "strides": strides,
+        }  # fmt: skip
+
+
+def _view(address: int, shape: tuple[int, ...], strides: tuple[int, ...], dtype: type | np.dtype) -> np.ndarray:
+    dtype = np.dtype(dtype)
+    return np.asarray(_Memory(address, shape, strides, dtype.itemsize)).view(dtype)
+
+
+def _tensor(launch: Launch, name: str, batch: int, seq: int, heads: int) -> np.ndarray:
+    """(batch, heads, seq, dim) of an operand, by the strides of the launch."""
+    p, problem = launch.params, launch.loaded.problem
+    dtype = ml_dtypes.bfloat16 if problem.dtype == "bfloat16" else np.float16
+    dim = problem.head_dim if name in ("q", "k", "dq", "dk") else problem.head_dim_v
+    strides = {axis: 2 * p[f"{name}_{axis}_stride"] for axis in ("batch", "head", "seq", "dim")}
+    if problem.access_bytes != 2:
+        assert strides["dim"] == 2
+        for value in (p[name], *(strides[a] for a in ("batch", "head", "seq")), 2 * dim):
+            assert value % problem.access_bytes == 0, "an access that faults"
+    return _view(p[name], (batch, heads, seq, dim), tuple(strides.values()), dtype)
+
+
+def _row_values(launch: Launch, name: str, shape: tuple[int, ...]) -> np.ndarray:
+    strides = tuple(4 * launch.params[f"{name}_{axis}_stride"] for axis in ("batch", "head", "seq"))
+    return _view(launch.params[name], shape, strides, np.float32)
+
+
+def _workspace(launch: Launch, heads: int, padded: int) -> tuple[np.ndarray, np.ndarray]:
+    """Row constants (heads of all batches, padded rows, 2), and sums of dQ (the same, padded columns)."""
+    p, columns = launch.params, -(-launch.loaded.problem.head_dim // 16) * 16
+    assert p["rows"] % 16 == 0 and p["dq_sums"] % 16 == 0
+    rows = _view(p["rows"], (heads, padded, 2), (8 * padded, 8, 4), np.float32)
+    return rows, _view(p["dq_sums"], (heads, padded, columns), (4 * columns * padded, 4 * columns, 4), np.float32)
+
+
+def run_rows(launch: Launch) -> None:
+    p = launch.params
+    (_, _, tiles), (_, _, heads) = p["row_tiles"], p["heads"]
+    batch_heads = launch.grid[0] // tiles
+    assert launch.grid == (batch_heads * tiles, 1, 1)
+    shape = (batch_heads // heads, heads, p["seqlen_q"])
+    dout, out = (_tensor(launch, name, shape[0], shape[2], heads).astype(np.float64) for name in ("dout", "out"))
+    lse = _row_values(launch, "lse", shape)
+    delta = (dout * out).sum(axis=3) - (_row_values(launch, "dlse", shape) if p["dlse"] else 0)
+    rows, sums = _workspace(launch, batch_heads, tiles * ROW_TILE)
+    rows[...] = np.inf, 0
+    live = ~np.isneginf(lse)
+    made = np.where(live, lse * LOG2_E, np.inf), np.where(live, delta, 0)
+    rows[:, : shape[2]] = np.stack(made, axis=-1).reshape(batch_heads, shape[2], 2)
+    sums[...] = 0
+    if p["turns"]:
+        _view(p["turns"], (launch.grid[0],), (4,), np.int32)[...] = 0
+
+
+def run_main(launch: Launch) -> None:
+    p, config = launch.params, launch.loaded.config
+    assert isinstance(config, BackwardConfig)
+    nq, nk, (_, _, heads) = p["seqlen_q"], p["seqlen_k"], p["heads"]
+    batch, group = p["batch_heads"] // heads, p["group"]
+    assert p["heads_q"] == heads * group
+    assert p["m_tiles"] == -(-nq // config.block_m) and p["n_tiles"] == -(-nk // config.block_n)
+    _check_order(launch, heads * batch)
+    q, dout = (_tensor(launch, name, batch, nq, p["heads_q"]).astype(np.float64) for name in ("q", "dout"))
+    k, v = (_tensor(launch, name, batch, nk, heads).astype(np.float64) for name in ("k", "v"))
+    dk, dv = (_tensor(launch, name, batch, nk, heads) for name in ("dk", "dv"))
+    rows, sums = _workspace(launch, batch * p["heads_q"], p["m_tiles"] * config.block_m)
+    hidden = np.arange(nk) > np.arange(nq)[:, None] + p["causal_offset"]
+    for b, h in np.ndindex(batch, heads):
+        total_k, total_v = np.zeros(k.shape[2:]), np.zeros(v.shape[2:])
+        for i in range(h * group, (h + 1) * group):
+            lse, delta = rows[b * p["heads_q"] + i, :nq].astype(np.float64).T[..., None]
+            weights = np.exp2(np.minimum(q[b, i] @ k[b, h].T * p["scale_log2"] - lse, 0))
+            if launch.loaded.problem.mask == "causal":
+                weights[hidden] = 0
+            ds = weights * (dout[b, i] @ v[b, h].T - delta)
+            total_v += weights.T @ dout[b, i]
+            total_k += ds.T @ q[b, i]
+            sums[b * p["heads_q"] + i, :nq, : k.shape[3]] += ds @ k[b, h]
+        dk[b, h], dv[b, h] = p["scale"] * total_k, total_v
+
+
+def _check_order(launch: Launch, heads: int) -> None:
+    """Every key tile of every head is somebody's, by the kernel's own arithmetic."""
+    p = launch.params
+    section_tiles, section, last_section = (p[name][2] for name in ("section_tiles", "section", "last_section"))
+    assert section_tiles == section * p["n_tiles"] and launch.grid == (heads * p["n_tiles"], 1, 1)
+    seen = set()
+    for index in range(launch.grid[0]):
+        first, within = index // section_tiles * section, index % section_tiles
+        row, column = divmod(within, section if first + section <= heads else last_section)
+        seen.add((first + column, row))
+    assert seen == {(head, tile) for head in range(heads) for tile in range(p["n_tiles"])}
+
+
+def run_dq(launch: Launch) -> None:
+    p = launch.params
+    (_, _, tiles), (_, _, heads) = p["row_tiles"], p["heads"]
+    padded = tiles * ROW_TILE
+    batch_heads = p["row_blocks"] * 16 // padded
+    assert launch.grid == (-(-p["row_blocks"] // (launch.block[0] // 32)), 1, 1)
+    rows, sums = _workspace(launch, batch_heads, padded)
+    dq = _tensor(launch, "dq", batch_heads // heads, p["seqlen_q"], heads)
+    values = np.where(
+        np.isposinf(rows[:, : p["seqlen_q"], :1]), 0, p["scale"] * sums[:, : p["seqlen_q"], : dq.shape[3]]
+    )
+    dq[...] = values.reshape(dq.shape)
+
+
+RUNNERS = {"backward_rows": run_rows, "backward": run_main, "backward_dq": run_dq}

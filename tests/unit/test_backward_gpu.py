@@ -1,0 +1,227 @@
+"""`cuflash.attention_backward` on GPU arrays, as far as the host goes: on a fake GPU that NumPy carries out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import cuflash
+from cuflash import backward_plan, jit, kernels
+from cuflash.arch import ARCHES
+from cuflash.arch.sm80 import BACKWARD
+from cuflash.backward_plan import Workspace
+from cuflash.config import BackwardConfig
+from cuflash.params import BACKWARD_DQ, BACKWARD_ROWS, BACKWARD_SM80
+from cuflash.problem import AttentionProblem
+from cuflash.reference import oracle
+from tests.gradients import Backward, assert_gradients
+from tests.oracle import poisoned, randn
+from tests.unit import fake_gpu
+from tests.unit.fake_gpu import FakeGpu
+
+NAMES = ("dout", "q", "k", "v", "out", "lse", "dlse")
+CAUSAL = (False, "bottom_right", "top_left")
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
+    installed = fake_gpu.install(monkeypatch)
+    yield installed
+    fake_gpu.remove(installed)
+
+
+def draw(
+    lengths: tuple[int, int] = (70, 150),
+    heads: tuple[int, int] = (4, 2),
+    dims: tuple[int, int] = (64, 32),
+    dtype: str = "float16",
+    causal: Any = False,
+) -> dict[str, np.ndarray]:
+    """Arguments in the layout bhsd."""
+    rng = np.random.default_rng(0)
+    q = randn(rng, (2, heads[0], lengths[0], dims[0]), dtype)
+    k, v = (randn(rng, (2, heads[1], lengths[1], d), dtype) for d in dims)
+    out, lse = oracle(q, k, v, causal=causal)
+    arrays = {"dout": randn(rng, out.shape, dtype), "q": q, "k": k, "v": v, "out": out.astype(q.dtype)}
+    return arrays | {
+        "lse": lse.astype(np.float32), "dlse": rng.standard_normal(lse.shape).astype(np.float32),
+    }  # fmt: skip
+
+
+def check(gpu: FakeGpu, arrays: dict[str, np.ndarray], causal: Any = False, **options: Any) -> tuple[Any, ...]:
+    """The call on the fake GPU, judged; returns the gradients' host arrays."""
+    given = {name: gpu.array(x) for name, x in arrays.items()}
+    grads = cuflash.attention_backward(**given, causal=causal, layout="bhsd", **options)
+    host = tuple(np.ascontiguousarray(gpu.host(grad)) for grad in grads)
+    assert_gradients(host, Backward(*(arrays[name] for name in NAMES), causal=causal))
+    return host
+
+
+@pytest.mark.parametrize("causal", CAUSAL)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_three_launches(gpu: FakeGpu, causal: Any, dtype: str, deterministic: bool) -> None:
+    """Of kernels for the device's target, the workspace shared; the second call compiles and plans nothing."""
+    arrays = draw((170, 150), dtype=dtype, causal=causal)
+    for _ in range(2):
+        check(gpu, arrays, causal, deterministic=deterministic)
+    tasks = [launch.loaded.problem.task for launch in gpu.launches]
+    assert tasks == 2 * ["backward_rows", "backward", "backward_dq"]
+    assert {launch.loaded.problem.arch for launch in gpu.launches} == {"sm_90"}
+    assert len(gpu.compiled) == 3 and len(jit.BACKWARD_PLANS) == 1
+    first, main, last = gpu.launches[:3]
+    for name in ("rows", "dq_sums"):
+        assert first.params[name] == main.params[name] == last.params[name]
+    assert bool(main.params["turns"]) == bool(first.params["turns"]) == deterministic
+    assert [launch.loaded.problem.mask for launch in gpu.launches[:3]] == [
+        "full",
+        "causal" if causal else "full",
+        "full",
+    ]
+
+
+@pytest.mark.parametrize(("heads", "dims"), [((3, 3), (16, 80)), ((6, 1), (128, 128)), ((4, 2), (33, 7))])
+def test_heads_and_dims(gpu: FakeGpu, heads: tuple[int, int], dims: tuple[int, int]) -> None:
+    check(gpu, draw((40, 300), heads, dims, causal="top_left"), "top_left")
+
+
+def test_any_strides_and_given_gradients(gpu: FakeGpu) -> None:
+    """Every array in memory of another order, padded; gradients go where they were asked for."""
+    arrays = draw(causal="bottom_right")
+    strided = {}
+    for name, x in arrays.items():
+        memory = poisoned((x.shape[2], *x.shape[:2], *(n + 1 for n in x.shape[3:])), x.dtype)
+        strided[name] = np.moveaxis(memory, 0, 2)[..., : x.shape[3]] if x.ndim == 4 else np.moveaxis(memory, 0, 2)
+        strided[name][...] = x
+    check(gpu, strided, "bottom_right")
+    assert gpu.launches[1].loaded.problem.access_bytes == 2
+    targets = [poisoned(x.shape[::-1], x.dtype).transpose() for x in (arrays["q"], arrays["k"], arrays["v"])]
+    given = tuple(gpu.array(x) for x in targets)
+    grads = cuflash.attention_backward(
+        **{name: gpu.array(x) for name, x in arrays.items()}, causal=True, layout="bhsd", grads=given
+    )
+    assert all(grad is target for grad, target in zip(grads, given, strict=True))
+    call = Backward(*(arrays[name] for name in NAMES), causal="bottom_right")
+    assert_gradients(tuple(np.ascontiguousarray(x) for x in targets), call)
+
+
+@pytest.mark.parametrize("shape", [(0, 5), (5, 0)])
+def test_empty(gpu: FakeGpu, shape: tuple[int, int]) -> None:
+    arrays = {name: gpu.array(x) for name, x in draw(shape).items()}
+    for grad in cuflash.attention_backward(**arrays, layout="bhsd"):
+        assert (gpu.host(grad) == 0).all()
+    assert not gpu.launches and not gpu.compiled
+
+
+def test_the_stream_and_the_device_of_the_arrays(gpu: FakeGpu) -> None:
+    gpu.streams[1] = 77
+    given = {name: gpu.array(x, device=1) for name, x in draw().items()}
+    cuflash.attention_backward(**given, layout="bhsd")
+    assert [launch.stream for launch in gpu.launches] == [77, 77, 77]
+    assert gpu.device == 0 and gpu.switches == 1
+
+
+@pytest.mark.parametrize("offset", [2, 8])
+def test_an_allocator_that_aligns_little(gpu: FakeGpu, offset: int) -> None:
+    """The gradients get kernels that can write them, and the workspace is aligned within its array."""
+    gpu.offset = offset
+    check(gpu, draw())
+    assert [launch.loaded.problem.access_bytes for launch in gpu.launches] == 3 * [offset]
+
+
+def test_gradients_must_not_overlap_what_is_read(gpu: FakeGpu) -> None:
+    arrays = {name: gpu.array(x) for name, x in draw().items()}
+    spare = [gpu.array(poisoned(arrays[name].shape, np.dtype(np.float16))) for name in "qkv"]
+    for grads in ((arrays["q"], *spare[1:]), (*spare[:2], arrays["v"]), (spare[0], spare[1], spare[1][..., :32])):
+        with pytest.raises(ValueError, match=r"grads\[\d\] shares memory with"):
+            cuflash.attention_backward(**arrays, layout="bhsd", grads=grads)
+    assert not gpu.launches
+
+
+def test_float32_is_refused(gpu: FakeGpu) -> None:
+    given = {name: gpu.array(x.astype(np.float32)) for name, x in draw().items()}
+    with pytest.raises(cuflash.UnsupportedError, match="q, k and v have dtype float32; the GPU kernels take"):
+        cuflash.attention_backward(**given, layout="bhsd")
+
+
+def test_a_misplaced_lse_is_refused(gpu: FakeGpu) -> None:
+    given = {name: gpu.array(x) for name, x in draw().items()}
+    raw = np.zeros(4 * 2 * 4 * 70 + 2, np.uint8)
+    given["lse"] = gpu.array(np.ndarray((2, 4, 70), np.float32, raw.data, 2))
+    with pytest.raises(ValueError, match=r"lse lies at address .* must be multiples of the element size, 4"):
+        cuflash.attention_backward(**given, layout="bhsd")
+
+
+# --- plans -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_the_workspace_keeps_its_bound(deterministic: bool) -> None:
+    """One dQ in float32, rounded up to tiles, 8 bytes a row, and the turns."""
+    layout = Workspace.of(padded_rows=64 * 32, head_dim=100, deterministic=deterministic)
+    sums = 64 * 32 * 112 * 4
+    assert layout.rows == sums and layout.size == sums + 64 * 32 * 8 + (64 * 4 if deterministic else 0)
+    assert (layout.turns is None) != deterministic
+    assert layout.floats * 4 >= layout.size + backward_plan.WORKSPACE_ALIGN - 4
+
+
+def test_every_block_fits_the_argument_buffer() -> None:
+    for params in (BACKWARD_ROWS, BACKWARD_SM80, BACKWARD_DQ):
+        assert params.size <= jit.BUFFER_BYTES
+
+
+def problem(mask: str = "full", d: int = 128) -> AttentionProblem:
+    return AttentionProblem(d, d, "bfloat16", mask, 16, False, "sm_90", "backward")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("sizes", [(1, 1, 1, 1), (16, 4, 4096, 4096), (64, 1, 1000, 3000), (6, 3, 100_000, 70)])
+@pytest.mark.parametrize("mask", ["full", "causal"])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_the_grid_has_a_block_for_each_key_tile(sizes: tuple[int, ...], mask: str, deterministic: bool) -> None:
+    config = kernels.select_config(problem(mask))
+    assert isinstance(config, BackwardConfig)
+    grid = kernels.backward_grid(problem(mask), config, sizes, deterministic)  # type: ignore[arg-type]
+    batch_heads, group, seqlen_q, seqlen_k = sizes
+    heads = batch_heads // group
+    assert grid.blocks == heads * -(-seqlen_k // config.block_n) and grid.m_tiles == -(-seqlen_q // config.block_m)
+    assert 1 <= grid.section <= heads and (heads - grid.last_section) % grid.section == 0
+    if mask == "full" and not deterministic:
+        assert grid.section == 1
+    assert grid.section == 1 or grid.section * group * seqlen_q * 1024 <= kernels.L2_SECTION_BYTES
+
+
+@pytest.mark.parametrize("changes", [
+    {"key_warps": 3}, {"block_m": 48}, {"block_n": 72}, {"q_stages": 3}, {"dout_stages": 0}, {"warps": 6},
+])  # fmt: skip
+def test_a_config_that_no_kernel_can_have(changes: dict[str, int]) -> None:
+    values = {"block_m": 64, "block_n": 128, "key_warps": 4, "warps": 8} | changes
+    with pytest.raises(ValueError, match="accepted are"):
+        BackwardConfig(**values)
+
+
+def test_every_config_fits_its_targets() -> None:
+    for row in BACKWARD:
+        for name in row.arches:
+            p = AttentionProblem(row.head_dim, row.head_dim_v, "bfloat16", "full", 16, False, name, "backward")
+            assert row.config.smem_bytes(p) <= ARCHES[name].smem_per_block
+            assert row.config.ctas * (row.config.smem_bytes(p) + 1024) <= ARCHES[name].smem_per_sm
+
+
+@pytest.mark.parametrize("task", ["backward_rows", "backward_dq"])
+def test_a_task_without_a_mask(task: str) -> None:
+    with pytest.raises(ValueError, match="knows none: accepted is full"):
+        AttentionProblem(64, 64, "bfloat16", "causal", 16, False, "sm_90", task)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="scale_first is True"):
+        AttentionProblem(64, 64, "bfloat16", "full", 16, True, "sm_90", task)  # type: ignore[arg-type]
+
+
+def test_too_many_tiles(gpu: FakeGpu) -> None:
+    shape, rows = (2**26, 64, 16, 8), (2**26, 16, 64)
+    gpu.execute = False
+    like = [gpu.at(1 << 40, shape) for _ in range(5)]
+    with pytest.raises(cuflash.UnsupportedError, match="up to 2147483647 tiles"):
+        cuflash.attention_backward(*like, gpu.at(1 << 40, rows, np.float32))
+    assert not gpu.launches
