@@ -246,5 +246,8 @@ def _warm_up_configs(configs: str | Iterable[AttentionProblem], device: int | No
 
 
 def _common_problems(arch: str) -> Iterator[AttentionProblem]:
+    from . import kernels
+
     for dim, dtype, mask in product(COMMON_HEAD_DIMS, DTYPES, MASKS):
-        yield AttentionProblem(dim, dim, dtype, mask, access_bytes=16, scale_first=False, arch=arch)
+        problem = AttentionProblem(dim, dim, dtype, mask, access_bytes=16, scale_first=False, arch=arch)
+        yield from kernels.variants_by_length(problem)

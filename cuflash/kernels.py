@@ -89,7 +89,8 @@ def problem_for(request: Request, arch: str) -> AttentionProblem:
     if _family_in_use == "forward_sm90" and (reason := _hopper_refusal(request, arch)):
         raise UnsupportedError(f"forward_sm90 is asked for, and {reason}")
     if _family_in_use != "forward_sm80" and _hopper_refusal(request, arch) is None:
-        return request.problem(TMA_TARGETS[arch], WIDEST_ACCESS)
+        problem = request.problem(TMA_TARGETS[arch], WIDEST_ACCESS)
+        return replace(problem, short=sm90.is_short(problem, request.seqlen_q))
     return request.problem(arch)
 
 
@@ -290,7 +291,7 @@ SHIPPED_HEAD_DIMS = (
 def shipped_problems(arch: str) -> Iterator[AttentionProblem]:
     """What ``cuflash compile --all`` builds for a target: common head dims, and each variant of some."""
     for (d, dv), dtype, mask in product(SHIPPED_HEAD_DIMS, DTYPES, MASKS):
-        yield AttentionProblem(d, dv, dtype, mask, 16, False, arch)
+        yield from variants_by_length(AttentionProblem(d, dv, dtype, mask, 16, False, arch))
     for d, mask in product((64, 128, 256), MASKS):
         base = AttentionProblem(d, d, "bfloat16", mask, 16, False, arch)
         yield replace(base, scale_first=True)
@@ -298,6 +299,13 @@ def shipped_problems(arch: str) -> Iterator[AttentionProblem]:
             yield replace(base, access_bytes=access_bytes)
     if arch not in TMA_TARGETS.values():
         yield from _shipped_backward_problems(arch)
+
+
+def variants_by_length(problem: AttentionProblem) -> Iterator[AttentionProblem]:
+    """A problem, and that of few queries if it has a kernel of its own."""
+    yield problem
+    if sm90.is_short(problem, 0):
+        yield replace(problem, short=True)
 
 
 def _shipped_backward_problems(arch: str) -> Iterator[AttentionProblem]:

@@ -427,9 +427,25 @@ def test_narrow_accesses_are_for_the_other_family() -> None:
 def test_shipped_kernels() -> None:
     shipped = list(kernels.shipped_problems("sm_90a"))
     assert {problem.access_bytes for problem in shipped} == {16}
-    assert len(shipped) == len(kernels.SHIPPED_HEAD_DIMS) * len(DTYPES) * len(MASKS) + 3 * len(MASKS)
+    short = [problem for problem in shipped if problem.short]
+    assert {(problem.head_dim, problem.mask) for problem in short} == {(32, "causal"), (64, "causal")}
+    assert len(shipped) == len(kernels.SHIPPED_HEAD_DIMS) * len(DTYPES) * len(MASKS) + 3 * len(MASKS) + len(short)
     symbols = {kernels.symbol(problem, kernels.select_config(problem)) for problem in shipped}
     assert len(symbols) == len(shipped) and all(symbol.startswith("cuflash_fwd_sm90_d") for symbol in symbols)
+
+
+@pytest.mark.parametrize(("seqlen_q", "short"), [(1, True), (1024, True), (1025, False), (4096, False)])
+def test_few_queries_take_smaller_tiles(seqlen_q: int, short: bool) -> None:
+    """Under a causal mask, up to head dim 64; whatever the number of keys."""
+    for (d, dv, mask), has_row in {
+        (64, 64, "causal"): True, (40, 8, "causal"): True, (64, 64, "full"): False, (64, 128, "causal"): False,
+    }.items():  # fmt: skip
+        problem = AttentionProblem(d, dv, "float16", mask, 16, False, "sm_90a")  # type: ignore[arg-type]
+        assert sm90.is_short(problem, seqlen_q) is (short and has_row)
+    few, many = (dataclasses.replace(problem, head_dim_v=64, short=short) for short in (True, False))
+    assert kernels.select_config(few).block_m == 128 and kernels.select_config(many).block_m == 192
+    with pytest.raises(cuflash.UnsupportedError, match="few queries"):
+        kernels.select_config(dataclasses.replace(problem, short=True))
 
 
 @pytest.mark.parametrize("change", [{"block_n": 24}, {"block_n": 264}, {"block_n": 0}, {"stages": 1}])
