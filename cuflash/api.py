@@ -98,9 +98,11 @@ def attention(
             out_key, out_at = geometry(out)
         key = (q_key, k_key, v_key, out_key, (q_at | k_at | v_at | out_at) & 15, causal, scale, layout, return_lse)
         plan = PLANS.get(key)
-    except (AttributeError, TypeError, RuntimeError):  # not arrays of this kind, or not hashable: checked below
+    except (AttributeError, TypeError, RuntimeError):  # followed, not of this kind, or not hashable: checked below
         key = plan = None
     if plan is None:
+        if follower := kind.follower((q, k, v), kind.is_compiling()):
+            return follower(q, k, v, causal=causal, scale=scale, layout=layout, return_lse=return_lse, out=out)
         request = make_request((q, k, v), out, causal=causal, scale=scale, layout=layout, return_lse=return_lse)
         if request.device == CPU:
             return _attend_on_cpu(request)

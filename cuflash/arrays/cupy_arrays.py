@@ -83,6 +83,14 @@ def untraced(function: Callable[..., Any], /) -> Callable[..., Any]:
     return function
 
 
+def is_compiling() -> bool:
+    return False
+
+
+def follower(arrays: tuple[Any, ...], compiling: bool, /) -> Callable[..., Any] | None:
+    return None
+
+
 def on_device(ordinal: int, /) -> AbstractContextManager[Any]:
     return cupy.cuda.Device(ordinal)  # type: ignore[no-any-return]
 

@@ -64,6 +64,14 @@ def untraced(function: Callable[..., Any], /) -> Callable[..., Any]:
     return function
 
 
+def is_compiling() -> bool:
+    return False
+
+
+def follower(arrays: tuple[Any, ...], compiling: bool, /) -> Callable[..., Any] | None:
+    return None
+
+
 def current_device() -> int:
     return CPU
 

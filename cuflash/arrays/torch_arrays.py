@@ -19,8 +19,8 @@ from ..errors import UnsupportedError
 from . import CPU, Operand, dtype_name
 
 __all__ = [
-    "LABEL", "PLAIN_TYPES", "current_device", "empty", "fill_dead", "geometry", "numpy", "on_device", "operand",
-    "stream", "untraced", "written",
+    "LABEL", "PLAIN_TYPES", "current_device", "empty", "fill_dead", "followed", "follower", "geometry",
+    "is_compiling", "numpy", "on_device", "operand", "stream", "transformed", "untraced", "written",
 ]  # fmt: skip
 
 LABEL = "torch tensor"
@@ -35,25 +35,40 @@ stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", _p
 """The raw handle, as torch's own kernel launchers read it; the public road builds an object for each call."""
 
 
+is_compiling: Callable[[], bool] = torch.compiler.is_dynamo_compiling
+transformed: Callable[[], bool] = torch._C._are_functorch_transforms_active
 is_tracing: Callable[[], bool] = torch._C._is_tracing
 dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 
 
+def followed() -> bool:
+    """Whether a transformation of torch.func or a dispatch mode (make_fx, torch.export and others) sees operators."""
+    return transformed() or dispatch_modes() > 0
+
+
 def geometry(x: Any, /) -> tuple[tuple[Any, ...], int]:
-    # Whoever may be following tensors is part of the key: `operand` asks who it is, and refuses most.
-    followers = (forward_ad._current_level, is_tracing(), dispatch_modes())
+    if (x.requires_grad and is_grad_enabled()) or is_compiling() or dispatch_modes() or is_tracing():
+        raise TypeError("followed by torch, which a plan is not")
+    # `operand` refuses a tensor with a tangent: whether there may be any is part of the key.
     return (
-        type(x), x.shape, x.stride(), x.dtype, x.device, x.requires_grad and is_grad_enabled(), x.is_neg(), followers,
+        type(x), x.shape, x.stride(), x.dtype, x.device, x.is_neg(), forward_ad._current_level,
     ), x.data_ptr()  # fmt: skip
+
+
+def follower(arrays: tuple[Any, ...], compiling: bool, /) -> Callable[..., Any] | None:
+    differentiates = is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in arrays)
+    if not (compiling or differentiates or followed()):
+        return None
+    from ..torch import attend
+
+    return attend
 
 
 def _watcher(x: Any) -> str | None:
     """What follows a tensor through torch's own operations, and would take what cuflash makes of it for a constant."""
-    if torch.compiler.is_compiling():
-        return None  # torch.compile leaves the call alone
     if torch._C._functorch.is_functorch_wrapped_tensor(x):
         return "a transformation of torch.func"
-    if torch.jit.is_tracing():
+    if is_tracing():
         return "torch.jit.trace"
     if forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None:
         return "forward-mode differentiation"
