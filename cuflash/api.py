@@ -55,7 +55,8 @@ def attention(
     Returns
     -------
     out : array (B, Nq, Hq, Dv)
-        Of the caller's kind, on the inputs' device; contiguous unless given. A query that sees no key gets 0. DLPack
+        Of the caller's kind, on the inputs' device; contiguous unless given. A query that sees no key gets 0. For torch
+        tensors that require grad, and for the LSE as well, autograd follows: see `cuflash.torch.attention`. DLPack
         producers that do not say how to make their arrays (``__array_namespace__``) get CuPy's or NumPy's.
     lse : array (B, Hq, Nq)
         With ``return_lse``: natural logarithm, float32 (float64 for float64 inputs); -inf where no key is seen.
@@ -75,7 +76,8 @@ def attention(
     -----
     Work is queued on the current stream of the arrays' framework (for JAX and other DLPack producers: CuPy's), and no
     call waits for the device. The first call of a kind compiles a kernel, in about a second, and keeps it on disk:
-    `warmup` does that ahead, for example before a CUDA graph is captured.
+    `warmup` does that ahead, for example before a CUDA graph is captured. A call that autograd follows is made
+    with ``return_lse=True``.
 
     The method is FlashAttention-2's: Dao, FlashAttention-2: Faster Attention with Better Parallelism and Work
     Partitioning, 2023.

@@ -26,12 +26,15 @@ BOOLEAN = (numbers.Real, np.bool_)
 
 
 def request_for(arrays: Sequence[Any], out: Any, **options: Any) -> Request:
-    """`make_request` for arrays of every kind: foreign ones are viewed first."""
-    if kind_of(arrays[0]) is None:
+    """`make_request` for arrays of every kind, where nothing is computed: foreign ones are viewed first."""
+    kind = kind_of(arrays[0])
+    if kind is None:
         from .arrays import bridge
 
         viewed = bridge.views(dict(zip("qkv", arrays, strict=True)), {} if out is None else {"out": out})
         arrays, out = [viewed[name] for name in "qkv"], viewed.get("out")
+    else:
+        arrays = [kind.plain(x) for x in arrays]
     return make_request(arrays, out, **options)
 
 

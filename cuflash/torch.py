@@ -22,7 +22,7 @@ except ImportError as error:
 from torch import is_grad_enabled
 
 from . import api
-from .arrays import torch_arrays
+from .arrays import bridge, torch_arrays
 from .backward import attention_backward
 from .checks import check_causal, check_flag, check_layout, check_shapes
 from .errors import UnsupportedError
@@ -95,17 +95,23 @@ def attention(
     >>> q.grad.shape
     torch.Size([1, 8, 2, 16])
     """
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(x, torch.Tensor):
-            raise TypeError(
-                f"{name} is a {type(x).__module__}.{type(x).__qualname__}; cuflash.torch.attention takes torch "
-                "tensors; cuflash.attention takes other arrays"
-            )
+    if not isinstance(q, torch.Tensor):
+        raise TypeError(
+            f"q is a {type(q).__module__}.{type(q).__qualname__}; cuflash.torch.attention takes torch tensors, and "
+            "cuflash.attention other arrays"
+        )
     if torch.is_autocast_enabled("cuda" if q.is_cuda else "cpu"):
+        _check_tensors(k, v)
         q, k, v = (_autocast(x) for x in (q, k, v))
     return attend(
         q, k, v, causal=causal, scale=scale, layout=layout, return_lse=return_lse, out=out, deterministic=deterministic
     )  # fmt: skip
+
+
+def _check_tensors(k: Any, v: Any) -> None:
+    for name, x in (("k", k), ("v", v)):
+        if not isinstance(x, torch.Tensor):
+            raise TypeError(bridge.mixed(torch_arrays.LABEL, name, bridge.label(name, x)))
 
 
 def _autocast(x: Tensor) -> Tensor:
@@ -127,11 +133,13 @@ def attend(
     deterministic: Any = False,
 ) -> Any:
     """`attention` of the dtypes as they are: by the operator, by autograd, or as a plain call."""
+    _check_tensors(k, v)
     if deterministic is not False:
         check_flag("deterministic", deterministic)
     if return_lse is not False:
         check_flag("return_lse", return_lse)
-    followed = torch_arrays.is_compiling() or torch_arrays.followed()
+    compiling = torch_arrays.is_compiling()
+    followed = compiling or torch_arrays.followed()
     if not followed and not (is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)):
         return api.attention(q, k, v, causal=causal, scale=scale, layout=layout, return_lse=return_lse, out=out)
     if out is not None:
@@ -141,10 +149,10 @@ def attend(
         )
     if not followed:
         results = _differentiable(q, k, v, causal, scale, layout, deterministic)
-    elif torch_arrays.transformed():
+    elif torch_arrays.transformed() and not compiling:
         results = _Attention.apply(q, k, v, causal, scale, layout, deterministic)
     else:
-        results = _operator(q, k, v, check_causal(causal) or "", scale, layout, bool(deterministic))
+        results = _operator(q, k, v, *_operator_options(causal, scale, layout, deterministic))
     return results if return_lse else results[0]
 
 
@@ -167,11 +175,12 @@ class _Attention(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
     def backward(ctx: Any, dout: Tensor, dlse: Tensor) -> Any:
         arguments = (*_arriving(dout, dlse, ctx.saved_tensors), *ctx.options)
-        if torch_arrays.transformed():
+        compiling = torch_arrays.is_compiling()
+        followed = compiling or torch_arrays.followed()
+        if followed and torch_arrays.transformed() and not compiling:
             grads = _Gradients.apply(*arguments)
-        elif torch_arrays.is_compiling() or torch_arrays.followed() or not all(_in_memory(x) for x in arguments[:2] if x is not None):
-            *tensors, causal, scale, layout, deterministic = arguments
-            grads = _backward_operator(*tensors, check_causal(causal) or "", scale, layout, bool(deterministic))
+        elif followed or not (_in_memory(arguments[0]) and (dlse is None or _in_memory(dlse))):
+            grads = _backward_operator(*arguments[:7], *_operator_options(*ctx.options))
         elif is_grad_enabled():
             grads = _Gradients.apply(*arguments)
         else:
@@ -219,7 +228,7 @@ _differentiable: Callable[..., Any] = super(torch.autograd.Function, _Attention)
 inspects signatures in each call, for longer than all the rest takes."""
 
 _in_memory: Callable[[Tensor], bool] = torch._C._has_storage
-"""False for what ``torch.autograd.grad(..., is_grads_batched=True)`` passes, by a vmap older than that of torch.func."""
+"""False for what ``torch.autograd.grad(..., is_grads_batched=True)`` passes, by another vmap than torch.func's."""
 
 
 def _arriving(dout: Tensor, dlse: Tensor, saved: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -245,7 +254,11 @@ def _needed(ctx: Any, grads: tuple[Tensor, ...]) -> list[Tensor]:
 
 
 # --- operators -------------------------------------------------------------------------------------------------
-# Their `causal` is "" for no mask: an operator's argument has one type.
+
+
+def _operator_options(causal: Any, scale: Any, layout: Any, deterministic: Any) -> tuple[str, Any, Any, bool]:
+    """The options as the operators take them, each of one type: no mask is ""."""
+    return check_causal(causal) or "", scale, layout, bool(deterministic)
 
 
 def _attention(
@@ -271,7 +284,7 @@ def _attention_fake(
 ) -> tuple[Tensor, Tensor]:
     """Shapes and dtypes of the results."""
     check_layout(layout)
-    check_shapes(*(_Shaped(name, tuple(x.shape)) for name, x in (("q", q), ("k", k), ("v", v))), layout)
+    check_shapes(_Shaped("q", q.shape), _Shaped("k", k.shape), _Shaped("v", v.shape), layout)
     batch, seq, heads, dim = AXES[layout]
     lse_dtype = torch.float64 if q.dtype is torch.float64 else torch.float32
     lse = q.new_empty((q.shape[batch], q.shape[heads], q.shape[seq]), dtype=lse_dtype)

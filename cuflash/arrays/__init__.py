@@ -101,6 +101,9 @@ class Kind(Protocol):
         `compiling` is what `is_compiling` told the caller: a compiler may also trace this function alone.
         """
 
+    def plain(self, x: Any, /) -> Any:
+        """The array alone, without what its framework remembers for differentiating; anything else as it is."""
+
     def current_device(self) -> int:
         """The CUDA ordinal that is current in this thread."""
 

@@ -20,10 +20,13 @@ __all__ = [
     "current_device",
     "empty",
     "fill_dead",
+    "follower",
     "geometry",
+    "is_compiling",
     "numpy",
     "on_device",
     "operand",
+    "plain",
     "stream",
     "untraced",
     "written",
@@ -89,6 +92,10 @@ def is_compiling() -> bool:
 
 def follower(arrays: tuple[Any, ...], compiling: bool, /) -> Callable[..., Any] | None:
     return None
+
+
+def plain(x: Any, /) -> Any:
+    return x
 
 
 def on_device(ordinal: int, /) -> AbstractContextManager[Any]:

@@ -20,7 +20,7 @@ from . import CPU, Operand, dtype_name
 
 __all__ = [
     "LABEL", "PLAIN_TYPES", "current_device", "empty", "fill_dead", "followed", "follower", "geometry",
-    "is_compiling", "numpy", "on_device", "operand", "stream", "transformed", "untraced", "written",
+    "is_compiling", "numpy", "on_device", "operand", "plain", "stream", "transformed", "untraced", "written",
 ]  # fmt: skip
 
 LABEL = "torch tensor"
@@ -66,6 +66,8 @@ def follower(arrays: tuple[Any, ...], compiling: bool, /) -> Callable[..., Any] 
 
 def _watcher(x: Any) -> str | None:
     """What follows a tensor through torch's own operations, and would take what cuflash makes of it for a constant."""
+    if torch.compiler.is_compiling():
+        return None  # torch.compile leaves the call alone
     if torch._C._functorch.is_functorch_wrapped_tensor(x):
         return "a transformation of torch.func"
     if is_tracing():
@@ -90,8 +92,8 @@ def operand(name: str, x: Any, /) -> Operand:
         raise UnsupportedError(f"{name} is on device {x.device}; cuflash takes CUDA and CPU tensors")
     if x.requires_grad and is_grad_enabled():
         raise UnsupportedError(
-            f"{name} requires grad, and autograd cannot see through cuflash yet: call it under torch.no_grad(), or "
-            f"pass {name}.detach(); cuflash.attention_backward computes gradients of CPU tensors"
+            f"{name} requires grad, and autograd does not follow this call: make it under torch.no_grad(), or pass "
+            f"{name}.detach(); cuflash.attention, without out=, is differentiable"
         )
     if watcher := _watcher(x):
         raise UnsupportedError(
@@ -143,6 +145,10 @@ def numpy(x: Any, /) -> Any:
 def untraced(function: Callable[..., Any], /) -> Callable[..., Any]:
     dynamo = sys.modules.get("torch._dynamo")  # loaded by the first torch.compile
     return function if dynamo is None else dynamo.disable(function)
+
+
+def plain(x: Any, /) -> Any:
+    return x.detach() if type(x) in PLAIN_TYPES and x.requires_grad else x
 
 
 def on_device(ordinal: int, /) -> AbstractContextManager[Any]:
