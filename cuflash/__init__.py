@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from .errors import CompileError, DriverError, MissingKernelError, UnsupportedError
 
 if TYPE_CHECKING:
+    from . import torch as torch
     from .api import attention, warmup
     from .backward import attention_backward
     from .explanation import Explanation, explain

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 import cuflash
+from tests.gpu.test_readme import check_training, run_example
 from tests.torch_dense import assert_gradient, dense_attention, dense_gradients
 from tests.unit import fake_gpu
 from tests.unit.fake_gpu import FakeGpu
@@ -202,6 +203,10 @@ def test_empty(call: Any) -> None:
         out, lse = call(q, k, v, return_lse=True)
         (out.sum() + lse.nan_to_num(neginf=0).sum()).backward()
         assert all(x.grad.shape == x.shape and (x.grad == 0).all() for x in (q, k, v))
+
+
+def test_readme_example() -> None:
+    assert check_training(torch, run_example("loss.backward()"))
 
 
 # --- autograd's rules ------------------------------------------------------------------------------------------
