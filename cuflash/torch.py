@@ -22,7 +22,8 @@ except ImportError as error:
 from torch import is_grad_enabled
 
 from . import api
-from .arrays import bridge, torch_arrays
+from .arrays import bridge
+from .arrays.torch_arrays import LABEL, followed, is_compiling, transformed
 from .backward import attention_backward
 from .checks import check_causal, check_flag, check_layout, check_shapes
 from .errors import UnsupportedError
@@ -101,22 +102,15 @@ def attention(
             "cuflash.attention other arrays"
         )
     if torch.is_autocast_enabled("cuda" if q.is_cuda else "cpu"):
-        _check_tensors(k, v)
         q, k, v = (_autocast(x) for x in (q, k, v))
     return attend(
         q, k, v, causal=causal, scale=scale, layout=layout, return_lse=return_lse, out=out, deterministic=deterministic
     )  # fmt: skip
 
 
-def _check_tensors(k: Any, v: Any) -> None:
-    for name, x in (("k", k), ("v", v)):
-        if not isinstance(x, torch.Tensor):
-            raise TypeError(bridge.mixed(torch_arrays.LABEL, name, bridge.label(name, x)))
-
-
 def _autocast(x: Tensor) -> Tensor:
     """What torch does before its own attention: float64 is left alone."""
-    eligible = x.is_floating_point() and x.dtype is not torch.float64
+    eligible = isinstance(x, torch.Tensor) and x.is_floating_point() and x.dtype is not torch.float64
     return x.to(torch.get_autocast_dtype("cuda" if x.is_cuda else "cpu")) if eligible else x
 
 
@@ -133,23 +127,25 @@ def attend(
     deterministic: Any = False,
 ) -> Any:
     """`attention` of the dtypes as they are: by the operator, by autograd, or as a plain call."""
-    _check_tensors(k, v)
     if deterministic is not False:
         check_flag("deterministic", deterministic)
     if return_lse is not False:
         check_flag("return_lse", return_lse)
-    compiling = torch_arrays.is_compiling()
-    followed = compiling or torch_arrays.followed()
-    if not followed and not (is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)):
+    if not (isinstance(k, torch.Tensor) and isinstance(v, torch.Tensor)):
+        name, x = ("v", v) if isinstance(k, torch.Tensor) else ("k", k)
+        raise TypeError(bridge.mixed(LABEL, name, bridge.label(name, x)))
+    compiling = is_compiling()
+    operators = compiling or followed()
+    if not operators and not (is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)):
         return api.attention(q, k, v, causal=causal, scale=scale, layout=layout, return_lse=return_lse, out=out)
     if out is not None:
         raise UnsupportedError(
             "out is given, and torch follows the call, to differentiate it, to compile or to transform: a result that "
             "is written into a tensor cannot be followed; leave out= away, or call under torch.no_grad() and uncompiled"
         )
-    if not followed:
+    if not operators:
         results = _differentiable(q, k, v, causal, scale, layout, deterministic)
-    elif torch_arrays.transformed() and not compiling:
+    elif transformed() and not compiling:
         results = _Attention.apply(q, k, v, causal, scale, layout, deterministic)
     else:
         results = _operator(q, k, v, *_operator_options(causal, scale, layout, deterministic))
@@ -175,11 +171,11 @@ class _Attention(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
     def backward(ctx: Any, dout: Tensor, dlse: Tensor) -> Any:
         arguments = (*_arriving(dout, dlse, ctx.saved_tensors), *ctx.options)
-        compiling = torch_arrays.is_compiling()
-        followed = compiling or torch_arrays.followed()
-        if followed and torch_arrays.transformed() and not compiling:
+        compiling = is_compiling()
+        operators = compiling or followed()
+        if operators and transformed() and not compiling:
             grads = _Gradients.apply(*arguments)
-        elif followed or not (_in_memory(arguments[0]) and (dlse is None or _in_memory(dlse))):
+        elif operators or not (_in_memory(arguments[0]) and (dlse is None or _in_memory(dlse))):
             grads = _backward_operator(*arguments[:7], *_operator_options(*ctx.options))
         elif is_grad_enabled():
             grads = _Gradients.apply(*arguments)
@@ -248,9 +244,10 @@ def _gradients(
     )  # fmt: skip
 
 
-def _needed(ctx: Any, grads: tuple[Tensor, ...]) -> list[Tensor]:
+def _needed(ctx: Any, grads: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """Of the gradients of q, k and v those that were asked for; None for the others."""
-    return [grad if needed else None for grad, needed in zip(grads, ctx.needs_input_grad, strict=False)]
+    needed = ctx.needs_input_grad[:3]
+    return grads if all(needed) else tuple(x if need else None for x, need in zip(grads, needed, strict=True))
 
 
 # --- operators -------------------------------------------------------------------------------------------------

@@ -56,12 +56,12 @@ def geometry(x: Any, /) -> tuple[tuple[Any, ...], int]:
 
 
 def follower(arrays: tuple[Any, ...], compiling: bool, /) -> Callable[..., Any] | None:
-    differentiates = is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in arrays)
-    if not (compiling or differentiates or followed()):
+    q, k, v = (getattr(x, "requires_grad", False) for x in arrays)
+    if not (compiling or (is_grad_enabled() and (q or k or v)) or followed()):
         return None
-    from ..torch import attend
+    from .. import torch as differentiable
 
-    return attend
+    return differentiable.attend
 
 
 def _watcher(x: Any) -> str | None:
