@@ -82,6 +82,13 @@ def attention(
     The method is FlashAttention-2's: Dao, FlashAttention-2: Faster Attention with Better Parallelism and Work
     Partitioning, 2023.
     """
+    return compute(q, k, v, causal, scale, layout, return_lse, out, follow=True)
+
+
+def compute(
+    q: Any, k: Any, v: Any, causal: Any, scale: Any, layout: Any, return_lse: Any, out: Any = None, follow: bool = False
+) -> Any:
+    """`attention`; with `follow`, arrays that their framework follows go to the attention that it can follow."""
     kind = KINDS.get(type(q)) or kind_of(q)
     if kind is None:
         from .arrays import bridge
@@ -103,7 +110,7 @@ def attention(
     except (AttributeError, TypeError, RuntimeError):  # followed, not of this kind, or not hashable: checked below
         key = plan = None
     if plan is None:
-        if follower := kind.follower((q, k, v), kind.is_compiling()):
+        if follow and (follower := kind.follower((q, k, v))):
             return follower(q, k, v, causal=causal, scale=scale, layout=layout, return_lse=return_lse, out=out)
         request = make_request((q, k, v), out, causal=causal, scale=scale, layout=layout, return_lse=return_lse)
         if request.device == CPU:
@@ -114,11 +121,11 @@ def attention(
             jit.remember(key, plan)
     if kind.current_device() != plan.device:
         with kind.on_device(plan.device):
-            return attention(q, k, v, causal=causal, scale=scale, layout=layout, return_lse=return_lse, out=out)
+            return compute(q, k, v, causal, scale, layout, return_lse, out)
     if out is None:
         out, out_at = kind.empty(q, plan.out_shape)
         if out_at % plan.alignment:  # a rare allocator: plan again for what it gave
-            return attention(q, k, v, causal=causal, scale=scale, layout=layout, return_lse=return_lse, out=out)
+            return compute(q, k, v, causal, scale, layout, return_lse, out)
     else:
         if not plan.apart(q_at, k_at, v_at, out_at):
             check_apart(make_request((q, k, v), out, causal=causal, scale=scale, layout=layout, return_lse=return_lse))

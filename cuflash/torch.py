@@ -2,7 +2,7 @@
 
 Importing this module registers the operators ``cuflash::attention`` and ``cuflash::attention_backward``. What follows
 tensors through torch's operators (compilers, tracers, transformations, dispatch modes) meets these two; ordinary calls
-take an `torch.autograd.Function`, which costs the host a fraction of the operators' dispatch.
+take a `torch.autograd.Function`, which costs the host a fraction of the operators' dispatch.
 """
 
 from __future__ import annotations
@@ -13,17 +13,20 @@ from typing import Any, NamedTuple
 
 try:
     import torch
-except ImportError as error:
+except ModuleNotFoundError as error:
+    if error.name != "torch":
+        raise
     raise ImportError(
         "cuflash.torch needs torch, which is not installed: pip install torch; "
         "cuflash.attention and cuflash.attention_backward take NumPy, CuPy and JAX arrays without it",
         name="torch",
     ) from error
 from torch import is_grad_enabled
+from torch.autograd import forward_ad
 
-from . import api
+from .api import compute
 from .arrays import bridge
-from .arrays.torch_arrays import LABEL, followed, is_compiling, transformed
+from .arrays.torch_arrays import LABEL, dispatch_modes, is_compiling, transformed
 from .backward import attention_backward
 from .checks import check_causal, check_flag, check_layout, check_shapes
 from .errors import UnsupportedError
@@ -135,9 +138,9 @@ def attend(
         name, x = ("v", v) if isinstance(k, torch.Tensor) else ("k", k)
         raise TypeError(bridge.mixed(LABEL, name, bridge.label(name, x)))
     compiling = is_compiling()
-    operators = compiling or followed()
+    operators = compiling or transformed() or dispatch_modes() > 0
     if not operators and not (is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)):
-        return api.attention(q, k, v, causal=causal, scale=scale, layout=layout, return_lse=return_lse, out=out)
+        return compute(q, k, v, causal, scale, layout, return_lse, out)
     if out is not None:
         raise UnsupportedError(
             "out is given, and torch follows the call, to differentiate it, to compile or to transform: a result that "
@@ -160,7 +163,7 @@ class _Attention(torch.autograd.Function):  # type: ignore[misc]
 
     @staticmethod
     def forward(q: Tensor, k: Tensor, v: Tensor, causal: Any, scale: Any, layout: Any, deterministic: Any) -> Any:
-        return api.attention(q, k, v, causal=causal, scale=scale, layout=layout, return_lse=True)
+        return compute(q, k, v, causal, scale, layout, True)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -172,7 +175,7 @@ class _Attention(torch.autograd.Function):  # type: ignore[misc]
     def backward(ctx: Any, dout: Tensor, dlse: Tensor) -> Any:
         arguments = (*_arriving(dout, dlse, ctx.saved_tensors), *ctx.options)
         compiling = is_compiling()
-        operators = compiling or followed()
+        operators = compiling or transformed() or dispatch_modes() > 0
         if operators and transformed() and not compiling:
             grads = _Gradients.apply(*arguments)
         elif operators or not (_in_memory(arguments[0]) and (dlse is None or _in_memory(dlse))):
@@ -185,10 +188,7 @@ class _Attention(torch.autograd.Function):  # type: ignore[misc]
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Tensor) -> Any:
-        raise UnsupportedError(
-            "forward-mode differentiation of cuflash attention is asked for, and it has reverse mode only: use "
-            f"torch.func.vjp or grad, or {MATH} there"
-        )
+        raise UnsupportedError(FORWARD_MODE)
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> Any:
@@ -208,9 +208,7 @@ class _Gradients(torch.autograd.Function):  # type: ignore[misc]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        raise UnsupportedError(
-            f"second derivatives of cuflash attention are asked for, and it has first ones only: use {MATH} there"
-        )
+        raise UnsupportedError(SECOND_DERIVATIVES)
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> Any:
@@ -218,6 +216,13 @@ class _Gradients(torch.autograd.Function):  # type: ignore[misc]
 
 
 MATH = "torch.nn.functional.scaled_dot_product_attention under torch.nn.attention.sdpa_kernel(SDPBackend.MATH)"
+SECOND_DERIVATIVES = (
+    f"second derivatives of cuflash attention are asked for, and it has first ones only: use {MATH} there"
+)
+FORWARD_MODE = (
+    "forward-mode differentiation of cuflash attention is asked for, and it has reverse mode only: use "
+    f"torch.func.vjp or grad, or {MATH} there"
+)
 
 _differentiable: Callable[..., Any] = super(torch.autograd.Function, _Attention).apply
 """The half of ``_Attention.apply`` that is in C++. The half in Python serves the transformations of ``torch.func``, and
@@ -258,10 +263,17 @@ def _operator_options(causal: Any, scale: Any, layout: Any, deterministic: Any) 
     return check_causal(causal) or "", scale, layout, bool(deterministic)
 
 
+def _refuse_forward_mode() -> None:
+    """Torch calls an operator that has no forward mode as if its inputs were constants."""
+    if forward_ad._current_level >= 0:
+        raise UnsupportedError(FORWARD_MODE)
+
+
 def _attention(
     q: Tensor, k: Tensor, v: Tensor, causal: str, scale: float | None, layout: str, deterministic: bool
 ) -> tuple[Tensor, Tensor]:
-    return api.attention(q, k, v, causal=causal or False, scale=scale, layout=layout, return_lse=True)  # type: ignore[no-any-return]
+    _refuse_forward_mode()
+    return compute(q, k, v, causal or False, scale, layout, True)  # type: ignore[no-any-return]
 
 
 def _attention_backward(
@@ -280,6 +292,7 @@ def _attention_fake(
     q: Tensor, k: Tensor, v: Tensor, causal: str, scale: float | None, layout: str, deterministic: bool
 ) -> tuple[Tensor, Tensor]:
     """Shapes and dtypes of the results."""
+    _refuse_forward_mode()
     check_layout(layout)
     check_shapes(_Shaped("q", q.shape), _Shaped("k", k.shape), _Shaped("v", v.shape), layout)
     batch, seq, heads, dim = AXES[layout]

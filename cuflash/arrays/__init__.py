@@ -92,13 +92,10 @@ class Kind(Protocol):
     def untraced(self, function: Callable[..., Any], /) -> Callable[..., Any]:
         """The function, out of reach of a compiler of the framework that traces Python."""
 
-    def is_compiling(self) -> bool:
-        """Whether a compiler of the framework that traces Python traces the caller."""
-
-    def follower(self, arrays: tuple[Any, ...], compiling: bool, /) -> Callable[..., Any] | None:
+    def follower(self, arrays: tuple[Any, ...], /) -> Callable[..., Any] | None:
         """The attention to take instead where the framework follows a call, to differentiate, compile or transform it.
 
-        `compiling` is what `is_compiling` told the caller: a compiler may also trace this function alone.
+        It takes the arguments of `cuflash.attention` and calls `cuflash.api.compute` for what it does not follow.
         """
 
     def plain(self, x: Any, /) -> Any:

@@ -22,7 +22,6 @@ __all__ = [
     "fill_dead",
     "follower",
     "geometry",
-    "is_compiling",
     "numpy",
     "on_device",
     "operand",
@@ -86,11 +85,7 @@ def untraced(function: Callable[..., Any], /) -> Callable[..., Any]:
     return function
 
 
-def is_compiling() -> bool:
-    return False
-
-
-def follower(arrays: tuple[Any, ...], compiling: bool, /) -> Callable[..., Any] | None:
+def follower(arrays: tuple[Any, ...], /) -> Callable[..., Any] | None:
     return None
 
 

@@ -64,11 +64,7 @@ def untraced(function: Callable[..., Any], /) -> Callable[..., Any]:
     return function
 
 
-def is_compiling() -> bool:
-    return False
-
-
-def follower(arrays: tuple[Any, ...], compiling: bool, /) -> Callable[..., Any] | None:
+def follower(arrays: tuple[Any, ...], /) -> Callable[..., Any] | None:
     return None
 
 

@@ -19,7 +19,7 @@ from ..errors import UnsupportedError
 from . import CPU, Operand, dtype_name
 
 __all__ = [
-    "LABEL", "PLAIN_TYPES", "current_device", "empty", "fill_dead", "followed", "follower", "geometry",
+    "LABEL", "PLAIN_TYPES", "current_device", "dispatch_modes", "empty", "fill_dead", "follower", "geometry",
     "is_compiling", "numpy", "on_device", "operand", "plain", "stream", "transformed", "untraced", "written",
 ]  # fmt: skip
 
@@ -35,15 +35,12 @@ stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", _p
 """The raw handle, as torch's own kernel launchers read it; the public road builds an object for each call."""
 
 
+# Who follows torch's operators, and has to meet operators of cuflash: torch.compile, the transformations of torch.func,
+# dispatch modes (make_fx, torch.export and others). torch.jit.trace cannot.
 is_compiling: Callable[[], bool] = torch.compiler.is_dynamo_compiling
 transformed: Callable[[], bool] = torch._C._are_functorch_transforms_active
 is_tracing: Callable[[], bool] = torch._C._is_tracing
 dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
-
-
-def followed() -> bool:
-    """Whether a transformation of torch.func or a dispatch mode (make_fx, torch.export and others) sees operators."""
-    return transformed() or dispatch_modes() > 0
 
 
 def geometry(x: Any, /) -> tuple[tuple[Any, ...], int]:
@@ -55,9 +52,9 @@ def geometry(x: Any, /) -> tuple[tuple[Any, ...], int]:
     ), x.data_ptr()  # fmt: skip
 
 
-def follower(arrays: tuple[Any, ...], compiling: bool, /) -> Callable[..., Any] | None:
+def follower(arrays: tuple[Any, ...], /) -> Callable[..., Any] | None:
     q, k, v = (getattr(x, "requires_grad", False) for x in arrays)
-    if not (compiling or (is_grad_enabled() and (q or k or v)) or followed()):
+    if not ((is_grad_enabled() and (q or k or v)) or is_compiling() or transformed() or dispatch_modes()):
         return None
     from .. import torch as differentiable
 

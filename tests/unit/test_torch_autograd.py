@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -460,6 +461,41 @@ def test_errors_while_compiling_keep_their_words() -> None:
 
 
 @CALLS
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+def test_compiled_backward_pass(call: Any) -> None:
+    """torch's compiled autograd, which traces `backward` itself."""
+    from torch._dynamo import compiled_autograd
+
+    inputs = draw()
+    expected = gradients(call, inputs)
+    torch._dynamo.reset()
+    out = call(*inputs)
+    with compiled_autograd._enable(torch.compile(backend="eager", fullgraph=True)):
+        out.backward(like(out))
+    assert same(expected, [x.grad for x in inputs])
+
+
+@CALLS
+def test_selective_checkpointing(call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A policy that keeps the operator's results makes the forward pass run once; one that does not, twice."""
+    from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+    def step(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return 2 * call(2 * q, k, v)
+
+    runs: list[int] = []
+    plain = cuflash.torch.compute
+    monkeypatch.setattr(cuflash.torch, "compute", lambda *x: runs.append(0) or plain(*x))
+    inputs = draw()
+    expected = gradients(step, inputs)
+    for kept, times in ((torch.ops.cuflash.attention.default, 1), (torch.ops.aten.mul.Tensor, 2)):
+        contexts = partial(create_selective_checkpoint_contexts, [kept])
+        runs.clear()
+        selective = partial(checkpoint, step, use_reentrant=False, context_fn=contexts)
+        assert same(expected, gradients(selective, inputs)) and len(runs) == times
+
+
+@CALLS
 def test_shapes_without_memory(call: Any) -> None:
     from torch._subclasses import FakeTensorMode
 
@@ -535,11 +571,20 @@ def test_func_jacobian() -> None:
     assert_gradient(old, theirs)
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 def test_what_torch_func_cannot_have() -> None:
     q, k, v = (x.detach() for x in draw())
     call = lambda q: cuflash.torch.attention(q, k, v).sum()  # noqa: E731
     with pytest.raises(cuflash.UnsupportedError, match="forward-mode differentiation of cuflash attention"):
         torch.func.jvp(call, (q,), (q,))
+    operator = torch.ops.cuflash.attention
+    with pytest.raises(cuflash.UnsupportedError, match="forward-mode differentiation of cuflash attention"):
+        torch.func.jvp(lambda q: operator(q, k, v, "", None, "bshd", False)[0], (q,), (q,))
+    for backend in ("eager", "aot_eager"):
+        torch._dynamo.reset()
+        compiled = torch.compile(lambda q: torch.func.jvp(call, (q,), (q,)), backend=backend)
+        with pytest.raises(Exception, match="forward-mode differentiation of cuflash attention"):
+            compiled(q)
     with pytest.raises(cuflash.UnsupportedError, match="second derivatives of cuflash attention"):
         torch.func.jacrev(torch.func.jacrev(call))(q)
     with torch.autograd.forward_ad.dual_level():
