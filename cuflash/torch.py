@@ -184,7 +184,7 @@ class _Attention(torch.autograd.Function):  # type: ignore[misc]
             grads = _Gradients.apply(*arguments)
         else:
             grads = _gradients(*arguments)
-        return *_needed(ctx, grads), None, None, None, None
+        return *grads, None, None, None, None  # torch drops those of inputs that need none
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Tensor) -> Any:
@@ -249,12 +249,6 @@ def _gradients(
     )  # fmt: skip
 
 
-def _needed(ctx: Any, grads: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Of the gradients of q, k and v those that were asked for; None for the others."""
-    needed = ctx.needs_input_grad[:3]
-    return grads if all(needed) else tuple(x if need else None for x, need in zip(grads, needed, strict=True))
-
-
 # --- operators -------------------------------------------------------------------------------------------------
 
 
@@ -309,7 +303,7 @@ def _attention_backward_fake(
 
 def _operator_backward(ctx: Any, dout: Tensor, dlse: Tensor) -> Any:
     grads = _backward_operator(*_arriving(dout, dlse, ctx.saved_tensors), *ctx.options)
-    return *_needed(ctx, grads), None, None, None, None
+    return *grads, None, None, None, None
 
 
 def _map(function: Callable[..., Any], info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> Any:

@@ -526,7 +526,10 @@ def test_tracers_see_the_operators(call: Any) -> None:
     with Record():
         assert same(plain, gradients(call, inputs))
     assert {"cuflash.attention.default", "cuflash.attention_backward.default"} <= set(seen)
-    dout = like(call(*inputs))
+    out, dout = call(*inputs), like(call(*inputs))
+    seen.clear()
+    with Record():
+        assert same(plain, torch.autograd.grad(out, inputs, dout)) and "cuflash.attention_backward.default" in seen
     traced = make_fx(lambda *x: torch.autograd.grad(call(*x), x, dout))(*inputs)
     assert same(plain, traced(*inputs)) and "cuflash.attention_backward" in traced.code
 
