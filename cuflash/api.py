@@ -82,7 +82,7 @@ def attention(
     The method is FlashAttention-2's: Dao, FlashAttention-2: Faster Attention with Better Parallelism and Work
     Partitioning, 2023.
     """
-    return compute(q, k, v, causal, scale, layout, return_lse, out, follow=True)
+    return compute(q, k, v, causal, scale, layout, return_lse, out, True)
 
 
 def compute(
