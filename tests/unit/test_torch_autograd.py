@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,6 +26,7 @@ with warnings.catch_warnings():
 
 import cuflash.torch
 
+ROOT = Path(__file__).resolve().parents[2]
 CALLS = pytest.mark.parametrize("call", [cuflash.torch.attention, cuflash.attention], ids=["torch", "cuflash"])
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 
@@ -69,7 +73,7 @@ def same(xs: Any, ys: Any) -> bool:
 @pytest.mark.parametrize("layout", ["bshd", "bhsd"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_gradients_through_output_and_lse(call: Any, causal: Any, layout: str, dtype: str) -> None:
-    """Against float64 autograd of dense attention."""
+    """B-025: against float64 autograd of dense attention."""
     inputs = draw(dtype, layout=layout)
     out, lse = call(*inputs, causal=causal, scale=-0.4, layout=layout, return_lse=True)
     assert out.requires_grad and lse.requires_grad and out.is_contiguous()
@@ -424,6 +428,22 @@ def test_compiled_without_a_break(call: Any, dynamic: bool) -> None:
         assert same(gradients(step, inputs), gradients(compiled, inputs))
         with torch.no_grad():
             assert torch.equal(step(*inputs), compiled(*inputs))
+
+
+@pytest.mark.parametrize("call", ["cuflash.attention", "cuflash.torch.attention"])
+def test_the_first_call_of_a_process_is_a_compiled_one(call: str) -> None:
+    """Nothing of cuflash is loaded when torch.compile traces it."""
+    code = f"""
+import warnings
+warnings.simplefilter("ignore")
+import torch, cuflash
+q = torch.randn(1, 4, 2, 8, requires_grad=True)
+out = torch.compile(lambda q: {call}(q, q, q), backend="eager", fullgraph=True)(q)
+out.sum().backward()
+assert torch.equal(out, {call}(q, q, q)) and q.grad is not None
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_compiled_with_autocast() -> None:
