@@ -14,6 +14,7 @@ from .errors import CompileError, DriverError, MissingKernelError, UnsupportedEr
 
 if TYPE_CHECKING:
     from . import jax as jax
+    from . import torch as torch
     from .api import attention, warmup
     from .backward import attention_backward
     from .explanation import Explanation, explain
@@ -43,14 +44,14 @@ _HOMES = {
 """Names that load their module when they are first used: importing cuflash costs next to nothing."""
 
 
-_MODULES = ("jax",)
-"""Public modules that need a framework: they load when they are first used, as ``cuflash.jax``."""
+_FRAMEWORKS = ("jax", "torch")
+"""Modules that need a framework: loaded by an import, or when the attribute is first used."""
 
 
 def __getattr__(name: str) -> Any:
     from importlib import import_module
 
-    if name in _MODULES:
+    if name in _FRAMEWORKS:
         return import_module(f".{name}", __name__)
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

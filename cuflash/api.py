@@ -55,7 +55,8 @@ def attention(
     Returns
     -------
     out : array (B, Nq, Hq, Dv)
-        Of the caller's kind, on the inputs' device; contiguous unless given. A query that sees no key gets 0. DLPack
+        Of the caller's kind, on the inputs' device; contiguous unless given. A query that sees no key gets 0. For torch
+        tensors that require grad, and for the LSE as well, autograd follows: see `cuflash.torch.attention`. DLPack
         producers that do not say how to make their arrays (``__array_namespace__``) get CuPy's or NumPy's.
     lse : array (B, Hq, Nq)
         With ``return_lse``: natural logarithm, float32 (float64 for float64 inputs); -inf where no key is seen.
@@ -74,31 +75,33 @@ def attention(
     Notes
     -----
     Work is queued on the current stream of the arrays' framework (for JAX and other DLPack producers: CuPy's), and no
-    call waits for the device. Of JAX tracers the call is `cuflash.jax.attention`. The first call of a kind compiles a
-    kernel, in about a second, and keeps it on disk: `warmup` does that ahead, for example before a CUDA graph is
-    captured.
+    call waits for the device. The first call of a kind compiles a kernel, in about a second, and keeps it on disk:
+    `warmup` does that ahead, for example before a CUDA graph is captured. A call that autograd follows is made
+    with ``return_lse=True``. Of JAX tracers the call is `cuflash.jax.attention`.
 
     The method is FlashAttention-2's: Dao, FlashAttention-2: Faster Attention with Better Parallelism and Work
     Partitioning, 2023.
     """
-    return attend(q, k, v, causal, scale, layout, return_lse, out)
+    return compute(q, k, v, causal, scale, layout, return_lse, out, follow=True)
 
 
-def attend(
+def compute(
     q: Any,
     k: Any,
     v: Any,
-    causal: bool | str,
-    scale: float | None,
-    layout: str,
-    return_lse: bool,
+    causal: Any,
+    scale: Any,
+    layout: Any,
+    return_lse: Any,
     out: Any = None,
     lse: Any = None,
+    follow: bool = False,
 ) -> Any:
-    """`attention`, with one argument more.
+    """`attention`, with two arguments more.
 
     ``lse`` receives the LSE: a C-contiguous array of its shape and dtype and of the kind and device of ``q``, which is
-    not checked. It needs ``return_lse``.
+    not checked. It needs ``return_lse``. With ``follow``, arrays that their framework follows go to the attention that
+    it can follow.
     """
     kind = KINDS.get(type(q)) or kind_of(q)
     if kind is None:
@@ -122,9 +125,11 @@ def attend(
             out_key, out_at = geometry(out)
         key = (q_key, k_key, v_key, out_key, (q_at | k_at | v_at | out_at) & 15, causal, scale, layout, return_lse)
         plan = PLANS.get(key)
-    except (AttributeError, TypeError, RuntimeError):  # not arrays of this kind, or not hashable: checked below
+    except (AttributeError, TypeError, RuntimeError):  # followed, not of this kind, or not hashable: checked below
         key = plan = None
     if plan is None:
+        if follow and (follower := kind.follower((q, k, v))):
+            return follower(q, k, v, causal=causal, scale=scale, layout=layout, return_lse=return_lse, out=out)
         request = make_request((q, k, v), out, causal=causal, scale=scale, layout=layout, return_lse=return_lse)
         if request.device == CPU:
             return _attend_on_cpu(request, lse)
@@ -134,11 +139,11 @@ def attend(
             jit.remember(key, plan)
     if kind.current_device() != plan.device:
         with kind.on_device(plan.device):
-            return attend(q, k, v, causal, scale, layout, return_lse, out, lse)
+            return compute(q, k, v, causal, scale, layout, return_lse, out, lse)
     if out is None:
         out, out_at = kind.empty(q, plan.out_shape)
         if out_at % plan.alignment:  # a rare allocator: plan again for what it gave
-            return attend(q, k, v, causal, scale, layout, return_lse, out, lse)
+            return compute(q, k, v, causal, scale, layout, return_lse, out, lse)
     else:
         if not plan.apart(q_at, k_at, v_at, out_at):
             check_apart(make_request((q, k, v), out, causal=causal, scale=scale, layout=layout, return_lse=return_lse))

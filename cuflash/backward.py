@@ -93,6 +93,8 @@ def attention_backward(
     `v`, those of the rows that see the key, and of all keys that these rows see. An exception in the midst, such as a
     lack of memory, may leave `grads` partly written.
 
+    For torch, `attention` calls this function when autograd asks; it is not differentiable itself.
+
     The method is that of Dao, FlashAttention-2: Faster Attention with Better Parallelism and Work Partitioning, 2023,
     section 3.1.2 on the backward pass.
 

@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from .api import attend
+from .api import compute
 from .arrays import bridge, xla_buffers
 from .backward import attention_backward
 from .checks import check_call
@@ -144,7 +144,7 @@ class _Forward:
         with xla_buffers.on_stream_of(context, inputs[0]):
             q, k, v, out = (xla_buffers.view(x, 4) for x in (*inputs, results[0]))
             lse = xla_buffers.view(results[1], 3) if len(results) == 2 else None
-            attend(q, k, v, call.causal, call.scale, call.layout, lse is not None, out, lse)
+            compute(q, k, v, call.causal, call.scale, call.layout, lse is not None, out, lse)
 
 
 @dataclass(frozen=True)

@@ -21,11 +21,13 @@ __all__ = [
     "current_device",
     "empty",
     "fill_dead",
+    "follower",
     "geometry",
     "numpy",
     "on_device",
     "on_stream",
     "operand",
+    "plain",
     "stream",
     "untraced",
     "view",
@@ -84,6 +86,14 @@ def numpy(x: Any, /) -> Any:
 
 def untraced(function: Callable[..., Any], /) -> Callable[..., Any]:
     return function
+
+
+def follower(arrays: tuple[Any, ...], /) -> Callable[..., Any] | None:
+    return None
+
+
+def plain(x: Any, /) -> Any:
+    return x
 
 
 def on_device(ordinal: int, /) -> AbstractContextManager[Any]:

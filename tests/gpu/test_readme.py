@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from tests.readme import example
+from tests.torch_dense import dense_attention
 
 pytestmark = pytest.mark.gpu
 
@@ -20,7 +21,7 @@ def test_cupy_example() -> None:
 
 def test_torch_example() -> None:
     torch = pytest.importorskip("torch")
-    names = example("import torch")
+    names = example("scaled_dot_product_attention")
     theirs, ours = names["a"], names["b"]
     exact = (
         names["F"]
@@ -33,3 +34,19 @@ def test_torch_example() -> None:
 def test_jax_example(jax_on_gpu: Any, gradients_on_gpu: None) -> None:
     names = example("import jax")
     assert all(x.shape == names["q"].shape and x.devices() == names["q"].devices() for x in names["grads"])
+
+
+def test_training_example() -> None:
+    torch = pytest.importorskip("torch")
+    names = example("loss.backward()")
+    assert names["loss"].is_cuda and check_training(torch, names)
+
+
+def check_training(torch: Any, names: dict[str, Any]) -> bool:
+    """The gradient of the projection's weights, against float64 autograd of dense attention."""
+    exact = torch.nn.Linear(256, 3 * 256).double().requires_grad_()
+    exact.load_state_dict(names["project"].state_dict())
+    q, k, v = exact(names["x"].cpu().double()).view(2, 128, 3, 4, 64).unbind(2)
+    dense_attention(q, k, v, causal=True)[0].square().mean().backward()
+    error = torch.linalg.norm(names["project"].weight.grad.cpu() - exact.weight.grad)
+    return bool(error <= 4 * torch.finfo(torch.bfloat16).eps * torch.linalg.norm(exact.weight.grad))

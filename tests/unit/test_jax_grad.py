@@ -621,13 +621,13 @@ def test_a_gpu_callback_without_keys(gpu: FakeGpu) -> None:
 
 def test_an_lse_to_write_on_another_device(gpu: FakeGpu) -> None:
     """`attend` switches devices as `cuflash.attention` does."""
-    from cuflash.api import attend
+    from cuflash.api import compute
 
     host = draw(dims=(64, 64), dtype="float16")
     arrays = [gpu.array(x, device=1) for x in host]
     out, lse = np.full(host[0].shape, np.nan, np.float16), np.full((2, 4, 13), np.nan, np.float32)
     given = gpu.array(out, device=1), gpu.array(lse, device=1)
-    assert attend(*arrays, False, None, "bshd", True, *given) == given
+    assert compute(*arrays, False, None, "bshd", True, *given) == given
     assert gpu.device == 0 and gpu.launches[-1].loaded.device == 1
     assert_accurate(swap(out), *map(swap, host))
     assert_lse(lse, *map(swap, host))
