@@ -125,8 +125,14 @@ BACKWARD = (
 
 
 def backward_config(problem: AttentionProblem) -> BackwardConfig:
-    """The config of the row with the smallest head dim that serves the problem."""
-    return row_for(BACKWARD, problem).config
+    """The config of the row with the smallest head dim that serves the problem.
+
+    Loads of single elements take registers that large head dims do not leave to tiles of 64 queries.
+    """
+    row = row_for(BACKWARD, problem)
+    if problem.access_bytes == 2 and row.head_dim == 256 and problem.arch not in SMALL:
+        return replace(row.config, block_m=32, key_warps=4, reason="scalar loads need registers, so 32 queries")
+    return row.config
 
 
 def backward_rows_config(problem: AttentionProblem) -> BackwardRowsConfig:

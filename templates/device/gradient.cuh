@@ -20,7 +20,3 @@ template <int kHeadDim>
 DEVICE i64 fragment_offset(i64 row_block, int column_block) {
     return (row_block * (2 * ceil_div(kHeadDim, 16)) + column_block) * 128;
 }
-
-DEVICE GlobalRows slice(const void* base, i64 batch_stride, i64 head_stride, i64 seq_stride, i64 dim_stride, int batch, int head) {
-    return {(const unsigned char*)base + 2 * (batch * batch_stride + head * head_stride), 2 * seq_stride, 2 * dim_stride};
-}

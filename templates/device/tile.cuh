@@ -28,6 +28,10 @@ struct GlobalRows {
     i64 dim_stride;   // read by the scalar variant only
 };
 
+DEVICE GlobalRows slice(const void* base, i64 batch_stride, i64 head_stride, i64 seq_stride, i64 dim_stride, int batch, int head) {
+    return {(const unsigned char*)base + 2 * (batch * batch_stride + head * head_stride), 2 * seq_stride, 2 * dim_stride};
+}
+
 // All threads of a block copy kRows rows of kDim elements, in passes of kRowsPerPass rows: a thread keeps its column and its row
 // modulo kRowsPerPass. Columns from kDim up to the next multiple of 16 become zero, so that they add nothing to a product.
 template <int kDim, int kThreads, int kAccessBytes>

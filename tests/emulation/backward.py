@@ -112,6 +112,7 @@ def backward(
     mutation: Mutation | None = None,
     mutated: str = "backward",
     reverse: bool = False,
+    patience: int = INSTRUCTION_LIMIT,
 ) -> Run:
     """One call in the emulator.
 
@@ -125,6 +126,8 @@ def backward(
         For the kernel ``mutated``.
     reverse : bool
         Run the blocks of the main kernel in the reverse of the order in which a GPU starts them.
+    patience : int
+        Instructions of one block, from which on it is taken to run for ever.
     """
     arrays = {name: x.view for name, x in tensors.items() if name not in GRADS}
     arrays |= {f"grads[{i}]": tensors[name].view for i, name in enumerate(GRADS)}
@@ -144,7 +147,8 @@ def backward(
     for task, launch, pointers in zip(TASKS, plan.launches, heads, strict=True):
         order = range(launch.blocks)
         blocks = reversed(order) if reverse and task == "backward" else order
-        _run_kernel(launch, pointers, blocks, everything, timing, mutation if task == mutated else None, run.report)
+        changed = mutation if task == mutated else None
+        _run_kernel(launch, pointers, blocks, everything, timing, changed, run.report, patience)
     return run
 
 
@@ -156,6 +160,7 @@ def _run_kernel(
     timing: Timing,
     mutation: Mutation | None,
     report: Report,
+    patience: int,
 ) -> None:
     problem, config = launch.loaded.problem, launch.loaded.config
     emulator = emulator_for(problem, config, mutation)
@@ -168,7 +173,7 @@ def _run_kernel(
         Coordinates(launch.blocks, 1, 1),
         config.threads,
         config.smem_bytes(problem),
-        INSTRUCTION_LIMIT,
+        patience,
         timing.seed,
         timing.late,
         **{timing.ignore: 1} if timing.ignore else {},

@@ -229,3 +229,66 @@ def test_late_copies_are_late() -> None:
     probe(body, given, early, timing=Timing(False))
     probe(body, given, late, timing=Timing(True))
     assert (early.view == 5.0).all() and np.isnan(late.view).all()
+
+
+# ---- what the backward kernels use
+
+
+def test_a_barrier_that_votes() -> None:
+    """True for all threads if it is for one, in any warp; and a barrier: what was written before it can be read."""
+    body = """
+    st_shared_f32(smem + 4 * t, (float)t);
+    const bool any = cta_sync_or(t == 37), none = cta_sync_or(false);
+    st_global((float*)p.out + t, any && !none ? ld_shared_f32(smem + 4 * (63 - t)) : -1.f);
+    """
+    out = blank(64)
+    assert not probe(body, words(np.zeros(4)), out).faults
+    assert (out.view.ravel() == np.arange(64)[::-1]).all()
+
+
+def test_only_some_threads_vote() -> None:
+    report = probe("if (warp) cta_sync(); else cta_sync_or(true);", words(np.zeros(4)), blank(4))
+    assert "divergence" in report.faults
+
+
+@pytest.mark.parametrize("vector", ["true", "false"])
+def test_fragments_are_added_and_read_back(vector: str) -> None:
+    """Two warps add to the same 128 sums; a lane reads its own four again."""
+    body = f"""
+    const float c[4] = {{1.f * lane, 2.f * lane, 3.f * lane, 4.f * lane}};
+    red_add_fragment<{vector}>((float*)p.out, lane, c);
+    cta_sync();
+    float sum[4];
+    ld_global_fragment<{vector}>(sum, (const float*)p.out, lane);
+    if (warp == 0) for (int e = 0; e < 4; e++) st_global((float*)p.out + 128 + 4 * lane + e, sum[e]);
+    """
+    out = blank(256)
+    out.view[...] = 0
+    assert not probe(body, words(np.zeros(4)), out).faults
+    expected = 2.0 * np.arange(32)[:, None] * np.arange(1, 5)
+    np.testing.assert_array_equal(out.view.ravel()[128:].reshape(32, 4), expected)
+    assert out.view.ravel()[:128].sum() == expected.sum()
+
+
+def test_sums_in_an_input() -> None:
+    body = "const float c[4] = {}; red_add_fragment<true>((float*)p.in, lane, c);"
+    assert "store to an input" in probe(body, words(np.zeros(128)), blank(4)).faults
+
+
+def test_signals_are_stored_any_number_of_times() -> None:
+    body = "if (t == 0) for (int i = 1; i < 4; i++) st_release_gpu((int*)p.out, i + ld_acquire_gpu((const int*)p.in));"
+    out = blank(1)
+    assert not probe(body, words(np.array([5, 0, 0, 0], np.int32)), out).faults
+    assert out.view.view(np.int32).ravel()[0] == 8
+
+
+def test_a_minimum_that_keeps_nan_and_pairs_taken_apart() -> None:
+    body = """
+    float low, high;
+    unpack_pair<true>(0x3f80c000u, low, high);
+    const float values[4] = {min_nan_f32(low, 0.f), min_nan_f32(0.f, __builtin_nanf("")), low, high};
+    if (t < 4) st_global((float*)p.out + t, values[t]);
+    """
+    out = blank(4)
+    assert not probe(body, words(np.zeros(4)), out).faults
+    np.testing.assert_array_equal(out.view.ravel(), np.array([-2, np.nan, -2, 1], np.float32))
