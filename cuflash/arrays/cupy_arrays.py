@@ -6,7 +6,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import cupy
 import numpy as np
@@ -114,5 +114,20 @@ def view(address: int, shape: tuple[int, ...], dtype: Any, ordinal: int) -> Any:
 @contextmanager
 def on_stream(handle: int, ordinal: int) -> Iterator[None]:
     """Make a device, and somebody else's stream on it, CuPy's current ones."""
-    with cupy.cuda.Device(ordinal), cupy.cuda.ExternalStream(handle, ordinal):
+    with cupy.cuda.Device(ordinal), _foreign_stream(handle, ordinal):
         yield
+
+
+class _ForeignStream(NamedTuple):
+    """A bare handle as CUDA's stream protocol has it."""
+
+    handle: int
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self.handle
+
+
+def _foreign_stream(handle: int, ordinal: int) -> Any:
+    if hasattr(cupy.cuda.Stream, "from_external"):
+        return cupy.cuda.Stream.from_external(_ForeignStream(handle))
+    return cupy.cuda.ExternalStream(handle, ordinal)  # CuPy before 14.2, which warns of it

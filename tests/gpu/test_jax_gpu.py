@@ -116,13 +116,13 @@ def test_each_run_computes_anew(jax: Any) -> None:
 
 def test_results_are_written_in_place(jax: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
-    real = cuflash.jax.attend
+    real = cuflash.jax.compute
 
     def spy(q: Any, k: Any, v: Any, causal: Any, scale: Any, layout: Any, return_lse: Any, out: Any, lse: Any) -> Any:
         seen.extend(x.data.ptr for x in (q, k, v, out, lse))
         return real(q, k, v, causal, scale, layout, return_lse, out, lse)
 
-    monkeypatch.setattr(cuflash.jax, "attend", spy)
+    monkeypatch.setattr(cuflash.jax, "compute", spy)
     arrays = on_device(jax, host_qkv((50, 50), (2, 2), (64, 64), "bfloat16"))
     results = jax.block_until_ready(with_lse(*arrays))
     assert seen == [x.unsafe_buffer_pointer() for x in (*arrays, *results)]

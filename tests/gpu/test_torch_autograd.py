@@ -143,8 +143,10 @@ def test_streams(torch: Any) -> None:
     late = torch.full_like(inputs[0], float("nan"))
     stream = torch.cuda.Stream()
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")  # whatever torch itself knows to wait
     try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # "a prototype feature"
+            torch.cuda.set_sync_debug_mode("error")  # whatever torch itself knows to wait
         with torch.cuda.stream(stream):
             torch.cuda._sleep(200_000_000)
             late.copy_(inputs[0].detach())
@@ -178,6 +180,7 @@ def test_graph_of_a_training_step(torch: Any) -> None:
         assert same(torch, gradients(torch, attention, inputs), grads)
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, of what its compiler imports
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_compiled(torch: Any, backend: str) -> None:
     """Without a break; inductor hands on layouts as it likes."""

@@ -354,6 +354,58 @@ def test_explain_serves_an_empty_call_as_attention_does(gpu: FakeGpu) -> None:
         assert cuflash.explain(q, k, k).refused is None
 
 
+# --- sections --------------------------------------------------------------------------------------------------
+
+
+def section(
+    lengths: tuple[int, int],
+    batch_heads: int = 1 << 14,
+    group: int = 1,
+    d: int = 64,
+    mask: Any = "causal",
+    multiprocessors: int = 132,
+) -> int:
+    problem = AttentionProblem(d, d, "bfloat16", mask, 16, False, "sm_90a")
+    config = kernels.select_config(problem)
+    return kernels.persistent_grid(problem, config, batch_heads, group, *lengths, multiprocessors).section
+
+
+def test_a_section_has_seven_waves() -> None:
+    """The power of two of groups with at least as many work tiles; d 64 has tiles of 192 rows. K and V fit no L2."""
+    many = 1 << 20  # keys: 256 MiB a head
+    for m_tiles, heads in ((1000, 1), (924, 1), (923, 2), (462, 2), (461, 4), (231, 4), (230, 8), (116, 8), (115, 16)):
+        assert section((192 * m_tiles, many)) == heads
+        assert section((192 * m_tiles - 191, many)) == heads
+        for group in (2, 3, 8):
+            groups = section((192 * m_tiles, many), 840, group) // group
+            assert section((192 * m_tiles, many), 840, group) == groups * group and groups & (groups - 1) == 0
+            assert groups * group * m_tiles >= 924 > groups // 2 * group * m_tiles
+    assert section((192 * 1000, many), multiprocessors=144) == 2
+
+
+def test_a_key_tile_has_eight_readers() -> None:
+    """However short the queries are: no more groups side by side than leave each 8 multiprocessors."""
+    many = 1 << 20
+    for m_tiles in (1, 2, 57):
+        assert section((192 * m_tiles, many)) == 16
+        assert section((192 * m_tiles, many), multiprocessors=114) == 14
+    assert section((1, many), group=5) == 80
+    assert section((1, many), group=5, multiprocessors=7) == 5  # what the L2 holds, one group at least
+
+
+def test_a_section_is_at_least_what_the_l2_holds() -> None:
+    for d, length, heads in ((64, 1 << 12, 32), (64, 1 << 13, 16), (128, 1 << 10, 64), (128, 3 << 10, 16)):
+        assert section((length, length), d=d) == max(heads, section((length, 1 << 20), d=d))
+        assert section((1 << 20, length), d=d) == heads
+        assert section((1 << 20, length), d=d, group=3) == 3 * heads
+
+
+def test_a_section_has_no_more_heads_than_there_are() -> None:
+    for heads in (1, 5, 15):
+        assert section((1, 1 << 20), heads) == section((1, 1), heads) == heads
+    assert section((1, 1), mask="full") == section((1 << 20, 1 << 20), mask="full") == 1
+
+
 # --- configs ---------------------------------------------------------------------------------------------------
 
 
