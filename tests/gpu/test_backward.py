@@ -114,7 +114,8 @@ def test_very_negative_scores(d: int) -> None:
         host["k"][...] = -np.abs(40 * host["k"].astype(np.float32)).astype(host["k"].dtype)
 
     call = draw((704, 704), (1, 1), (d, d), change=change)
-    assert to_host(call.arguments["lse"]).max() < -88
+    lse = to_host(call.arguments["lse"])
+    assert lse.max() < -60 and lse.mean() < -88
     check(call)
 
 
