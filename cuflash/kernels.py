@@ -208,7 +208,11 @@ def persistent_grid(
     seqlen_k: int,
     multiprocessors: int,
 ) -> PersistentGrid:
-    """The work tiles of a forward call, taken in the order of `forward_grid`, and the blocks that share them."""
+    """The work tiles of a forward call, taken in the order of `forward_grid`, and the blocks that share them.
+
+    Under a causal mask a section may be larger than there: the heads that the L2 holds together, or as many as make
+    `WAVES` tiles for each multiprocessor, if `SHARERS` of these have each head between them.
+    """
     m_tiles = -(-seqlen_q // config.block_m)
     tiles = m_tiles * batch_heads
     section = section_heads(problem, group, seqlen_k)
