@@ -1,4 +1,6 @@
-"""Every shipped kernel compiles for every target without spills or warnings and within its budgets.
+"""Every shipped kernel compiles for every target without warnings and within its budgets.
+
+Those of the forward pass spill no register, those of the backward pass a few bytes at most.
 
 CI compiles a subset in which every target meets every head dim, dtype, mask and variant, and these each other.
 ``pytest tests/compile --all-kernels`` compiles all.
