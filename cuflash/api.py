@@ -80,7 +80,8 @@ def attention(
     with ``return_lse=True``. Of JAX tracers the call is `cuflash.jax.attention`.
 
     The method is FlashAttention-2's: Dao, FlashAttention-2: Faster Attention with Better Parallelism and Work
-    Partitioning, 2023.
+    Partitioning, 2023; on Hopper GPUs FlashAttention-3's: Shah et al., FlashAttention-3: Fast and Accurate Attention
+    with Asynchrony and Low-precision, 2024.
     """
     return compute(q, k, v, causal, scale, layout, return_lse, out, follow=True)
 

@@ -99,7 +99,7 @@ def attention_backward(
     gradients come from: one float32 array like dq, its rows rounded up to tiles, and 8 bytes for each row of each head.
     The first call of a kind compiles up to three kernels.
 
-    For torch, `attention` calls this function when autograd asks; it is not differentiable itself.
+    For torch and JAX, `attention` calls this function when gradients are asked for; it is not differentiable itself.
 
     The method is that of Dao, FlashAttention-2: Faster Attention with Better Parallelism and Work Partitioning, 2023,
     section 3.1.2 on the backward pass.

@@ -146,7 +146,8 @@ def _adopt(arrays: dict[str, Any]) -> list[Operand]:
         check_fellow(q, other)
         if other.dtype != q.dtype:
             raise TypeError(
-                f"q has dtype {q.dtype} and {other.name} {other.dtype}; all arrays of a call must have one dtype"
+                f"q has dtype {q.dtype} and {other.name} {other.dtype}; all arrays of a call must have one dtype: "
+                "cast one of them"
             )
     return operands
 
@@ -192,13 +193,22 @@ def check_shapes(q: Shaped, k: Shaped, v: Shaped, layout: str) -> None:
     if heads % heads_k if heads_k else heads:
         raise ValueError(
             f"q has {heads} heads and k and v have {heads_k}; the query heads must be a multiple of the key/value "
-            f"heads: {given}"
+            f"heads: {given}{_other_layout(q, k, layout)}"
         )
     for x in (q, v):
         if x.shape[d] < 1:
             raise ValueError(f"{x.name} has head dim 0; accepted are 1 to {MAX_HEAD_DIM}: {given}")
         if x.shape[d] > MAX_HEAD_DIM:
             raise UnsupportedError(f"{x.name} has head dim {x.shape[d]}; cuflash takes 1 to {MAX_HEAD_DIM}: {given}")
+
+
+def _other_layout(q: Shaped, k: Shaped, layout: str) -> str:
+    """A hint where heads that do not fit look like lengths: axes in the order of the other layout."""
+    other = "bhsd" if layout == "bshd" else "bshd"
+    _, s, h, _ = AXES[other]
+    heads, heads_k = q.shape[h], k.shape[h]
+    fits = heads_k and heads % heads_k == 0 and heads < min(q.shape[s], k.shape[s])
+    return f"; layout={other!r} fits, with {heads} and {heads_k} heads" if fits else ""
 
 
 def check_written(out: Operand, shape: tuple[int, ...], whose: str) -> None:

@@ -174,7 +174,7 @@ def dtype_name(name: str, dtype: Any) -> str:
         from ..errors import UnsupportedError
 
         raise UnsupportedError(f"{name} has dtype {plain}; fp8 is not supported yet: cast it to bfloat16 or float16")
-    hint = ""
+    hint = ": cast it"
     if plain in ("uint16", "int16"):
         hint = f"; if it holds bfloat16, say so: {name}.view(ml_dtypes.bfloat16) or {name}.view(torch.bfloat16)"
     elif plain in ("uint8", "int8"):

@@ -90,9 +90,20 @@ def label(name: str, x: Any) -> str:
         return "JAX array"
     if hasattr(x, "__dlpack__") and hasattr(x, "__dlpack_device__"):
         return f"{type(x).__module__.partition('.')[0]} array"
+    module, word = type(x).__module__, type(x).__qualname__
+    word = word if module == "builtins" else f"{module}.{word}"
+    found = "None" if x is None else f"{'an' if word[0] in 'aeiou' else 'a'} {word}"
+    if x is None and name == "lse":
+        hint = "; cuflash.attention gives it with return_lse=True"
+    elif isinstance(x, tuple) and name == "out":
+        hint = "; with return_lse=True cuflash.attention gives two arrays, out and lse"
+    elif isinstance(x, list | tuple):
+        hint = f"; numpy.asarray({name}, numpy.float32) makes one for the CPU"
+    else:
+        hint = ""
     raise TypeError(
-        f"{name} is a {type(x).__module__}.{type(x).__qualname__}; accepted are CuPy and NumPy arrays, torch tensors, "
-        "JAX arrays and other arrays with __dlpack__ and __dlpack_device__"
+        f"{name} is {found}; accepted are CuPy and NumPy arrays, torch tensors, JAX arrays and other arrays with "
+        f"__dlpack__ and __dlpack_device__{hint}"
     )
 
 

@@ -28,7 +28,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(name, type=Path, metavar=f"{name}.npy")
     parser.add_argument("-o", "--output", type=Path, required=True, metavar="out.npy")
     parser.add_argument(
-        "--causal", nargs="?", const="bottom_right", default=False, choices=("bottom_right", "top_left"),
+        "--causal", nargs="?", const="bottom_right", default=False, choices=("bottom_right", "top_left"), type=mask,
         help="mask; with Nq != Nk bottom_right (the default) lets query i see keys j <= i + Nk - Nq, top_left j <= i",
     )  # fmt: skip
     parser.add_argument("--scale", type=float, help="default: 1/sqrt(head dim)")
@@ -36,6 +36,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--lse", type=Path, metavar="lse.npy", help="also write the log-sum-exp of each row")
     parser.add_argument("--device", default="cpu", metavar="cpu|cuda|cuda:N", help="default: cpu; cuda needs CuPy")
     parser.add_argument("--dtype", choices=("bfloat16",), help="what raw 2-byte values in the files mean")
+
+
+def mask(text: str) -> str:
+    """The value of ``--causal``; argparse takes a file name that follows the option for one."""
+    if text.endswith(".npy"):
+        raise argparse.ArgumentTypeError(f"{text} is no mask: name the files before --causal")
+    return text
 
 
 def run(args: argparse.Namespace, screen: Screen) -> int:

@@ -70,6 +70,12 @@ def test_run_is_attention_on_files(files, options, keywords):
     np.testing.assert_array_equal(np.load(files["out"]), cuflash.attention(*load(files), **keywords))
 
 
+def test_run_with_files_behind_the_mask_says_where_they_go(files, capsys):
+    with pytest.raises(SystemExit):
+        main(["run", "--causal", *(str(files[name]) for name in "qkv"), "-o", str(files["out"])])
+    assert "q.npy is no mask: name the files before --causal" in capsys.readouterr().err
+
+
 def test_run_takes_the_layout_and_writes_the_lse(files, tmp_path):
     for name in "qkv":
         np.save(files[name], np.load(files[name]).transpose(0, 2, 1, 3))
