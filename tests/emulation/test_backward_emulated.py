@@ -83,7 +83,8 @@ def test_access_widths(access_bytes: int, d: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "shape", [(64, 32, 1, 4, 1, 1), (32, 64, 4, 4, 1, 2), (64, 64, 2, 8, 2, 1), (128, 32, 2, 4, 2, 2)], ids=str
+    "shape", [(64, 32, 1, 4, 1, 1), (32, 64, 4, 4, 1, 2), (64, 64, 2, 8, 2, 1), (128, 32, 2, 4, 2, 2), (32, 32, 2, 4, 3, 3)],
+    ids=str,
 )
 def test_any_stages_and_grid_of_warps(shape: tuple[int, ...]) -> None:
     changes = dict(zip(("block_m", "block_n", "key_warps", "warps", "q_stages", "dout_stages"), shape, strict=True))
@@ -267,10 +268,10 @@ def _run_wrong(timing: Timing = EARLY, mutation: Mutation | None = None, mutated
 
 
 MAIN = {
-    "no wait": Mutation("", "        cp_async_wait<0>();\n        if (cta_sync_or", "        if (cta_sync_or"),
-    "no barrier before the scores are read": Mutation("", "turn(head, m);\n        cta_sync();", "turn(head, m);"),
-    "no barrier before staging": Mutation("", "   cta_sync();\n        release_turn", "   release_turn"),
-    "copies into the stage in use": Mutation("", "const int other = stage ^ 1;", "const int other = stage;"),
+    "no wait": Mutation("", "        cp_async_wait<kPending>();\n", ""),
+    "no barrier before the scores are read": Mutation("", "        } else {\n            cta_sync();\n", "        } else {\n"),
+    "no barrier before staging": Mutation("", "   cta_sync();\n        if (range()", "   if (range()"),
+    "copies into the stage in use": Mutation("", "loader(*this, stage(1))", "loader(*this, stage())"),
     "another swizzle on one side": Mutation("device/tile.cuh", "(chunk ^ (row & 7))", "(chunk ^ (row & 3))"),
     "mask one key short": Mutation("", "(e & 1) > last_key", "(e & 1) >= last_key"),
     "too many tiles taken for full": Mutation("", "n0 + kBlockN - 1 - p.causal_offset", "n0 - p.causal_offset"),
@@ -280,8 +281,8 @@ MAIN = {
     "no scale": Mutation("", "dk, p.scale)", "dk, 1.f)"),
     "one warp's own queries twice": Mutation("", "(at.share + i) % kShares", "at.share"),
     "all warps the same columns of dQ": Mutation("", "columns{warp / kQueryWarps}", "columns{0 * warp}"),
-    "dead rows stay": Mutation("", "if (cta_sync_or(copied_dead_row())) clear_dead_rows();", "cta_sync();"),
-    "a turn is never released": Mutation("", "st_release_gpu((int*)p.turns + added, n_tile + 1)", "(void)0"),
+    "dead rows stay": Mutation("", "if (cta_sync_or(exists && copied_dead_row(at))) clear_dead_rows(at);", "cta_sync();"),
+    "a turn is never released": Mutation("", "if (of_same_head || head > 0) st_release_gpu", "if (false) st_release_gpu"),
     "rows beyond the end are stored": Mutation("device/chunk_io.cuh", "row >= rows_left", "false"),
 }  # fmt: skip
 ROWS = {
