@@ -322,7 +322,9 @@ class BackwardConfig(KernelConfig):
             raise ValueError(f"block_m is {self.block_m}; accepted are multiples of 32 that divide 32 * warps")
         for name, stages in (("q_stages", self.q_stages), ("dout_stages", self.dout_stages)):
             if stages not in (1, 2, 3) or (stages == 3) != self.runs_ahead:
-                raise ValueError(f"{name} is {stages}; accepted are 1 and 2, and 3 for both of q_stages and dout_stages")
+                raise ValueError(
+                    f"{name} is {stages}; accepted are 1 and 2, and 3 for both of q_stages and dout_stages"
+                )
 
     @property
     def runs_ahead(self) -> bool:
