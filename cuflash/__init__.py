@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 from .errors import CompileError, DriverError, MissingKernelError, UnsupportedError
 
 if TYPE_CHECKING:
+    from . import jax as jax
+    from . import torch as torch
     from .api import attention, warmup
     from .backward import attention_backward
     from .explanation import Explanation, explain
@@ -42,11 +44,17 @@ _HOMES = {
 """Names that load their module when they are first used: importing cuflash costs next to nothing."""
 
 
+_FRAMEWORKS = ("jax", "torch")
+"""Modules that need a framework: loaded by an import, or when the attribute is first used."""
+
+
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module
 
+    if name in _FRAMEWORKS:
+        return import_module(f".{name}", __name__)
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = globals()[name] = getattr(import_module(f".{_HOMES[name]}", __name__), name)
     return value
 

@@ -55,7 +55,8 @@ def attention(
     Returns
     -------
     out : array (B, Nq, Hq, Dv)
-        Of the caller's kind, on the inputs' device; contiguous unless given. A query that sees no key gets 0. DLPack
+        Of the caller's kind, on the inputs' device; contiguous unless given. A query that sees no key gets 0. For torch
+        tensors that require grad, and for the LSE as well, autograd follows: see `cuflash.torch.attention`. DLPack
         producers that do not say how to make their arrays (``__array_namespace__``) get CuPy's or NumPy's.
     lse : array (B, Hq, Nq)
         With ``return_lse``: natural logarithm, float32 (float64 for float64 inputs); -inf where no key is seen.
@@ -75,15 +76,41 @@ def attention(
     -----
     Work is queued on the current stream of the arrays' framework (for JAX and other DLPack producers: CuPy's), and no
     call waits for the device. The first call of a kind compiles a kernel, in about a second, and keeps it on disk:
-    `warmup` does that ahead, for example before a CUDA graph is captured.
+    `warmup` does that ahead, for example before a CUDA graph is captured. A call that autograd follows is made
+    with ``return_lse=True``. Of JAX tracers the call is `cuflash.jax.attention`.
 
     The method is FlashAttention-2's: Dao, FlashAttention-2: Faster Attention with Better Parallelism and Work
     Partitioning, 2023.
+    """
+    return compute(q, k, v, causal, scale, layout, return_lse, out, follow=True)
+
+
+def compute(
+    q: Any,
+    k: Any,
+    v: Any,
+    causal: Any,
+    scale: Any,
+    layout: Any,
+    return_lse: Any,
+    out: Any = None,
+    lse: Any = None,
+    follow: bool = False,
+) -> Any:
+    """`attention`, with two arguments more.
+
+    ``lse`` receives the LSE: a C-contiguous array of its shape and dtype and of the kind and device of ``q``, which is
+    not checked. It needs ``return_lse``. With ``follow``, arrays that their framework follows go to the attention that
+    it can follow.
     """
     kind = KINDS.get(type(q)) or kind_of(q)
     if kind is None:
         from .arrays import bridge
 
+        if out is None and bridge.is_traced(q, k, v):
+            from .jax import attention as traced_attention
+
+            return traced_attention(q, k, v, causal=causal, scale=scale, layout=layout, return_lse=return_lse)
         options: dict[str, Any] = {"causal": causal, "scale": scale, "layout": layout, "return_lse": return_lse}
         outputs = {} if out is None else {"out": out}
         return bridge.call(lambda views: attention(**views, **options), {"q": q, "k": k, "v": v}, outputs)
@@ -98,36 +125,41 @@ def attention(
             out_key, out_at = geometry(out)
         key = (q_key, k_key, v_key, out_key, (q_at | k_at | v_at | out_at) & 15, causal, scale, layout, return_lse)
         plan = PLANS.get(key)
-    except (AttributeError, TypeError, RuntimeError):  # not arrays of this kind, or not hashable: checked below
+    except (AttributeError, TypeError, RuntimeError):  # followed, not of this kind, or not hashable: checked below
         key = plan = None
     if plan is None:
+        if follow and (follower := kind.follower((q, k, v))):
+            return follower(q, k, v, causal=causal, scale=scale, layout=layout, return_lse=return_lse, out=out)
         request = make_request((q, k, v), out, causal=causal, scale=scale, layout=layout, return_lse=return_lse)
         if request.device == CPU:
-            return _attend_on_cpu(request)
+            return _attend_on_cpu(request, lse)
         plan = jit.make_plan(request)
         q_at, k_at, v_at = request.q.address, request.k.address, request.v.address
         if key is not None:
             jit.remember(key, plan)
     if kind.current_device() != plan.device:
         with kind.on_device(plan.device):
-            return attention(q, k, v, causal=causal, scale=scale, layout=layout, return_lse=return_lse, out=out)
+            return compute(q, k, v, causal, scale, layout, return_lse, out, lse)
     if out is None:
         out, out_at = kind.empty(q, plan.out_shape)
         if out_at % plan.alignment:  # a rare allocator: plan again for what it gave
-            return attention(q, k, v, causal=causal, scale=scale, layout=layout, return_lse=return_lse, out=out)
+            return compute(q, k, v, causal, scale, layout, return_lse, out, lse)
     else:
         if not plan.apart(q_at, k_at, v_at, out_at):
             check_apart(make_request((q, k, v), out, causal=causal, scale=scale, layout=layout, return_lse=return_lse))
             plan.prove_apart(q_at, k_at, v_at, out_at)
         kind.written(out)
-    lse, lse_at = kind.empty(q, plan.lse_shape, "float32") if return_lse else (None, 0)
+    if lse is not None:
+        lse_at = kind.geometry(lse)[1]
+    else:
+        lse, lse_at = kind.empty(q, plan.lse_shape, "float32") if return_lse else (None, 0)
     plan.launch(q_at, k_at, v_at, out_at, lse_at, kind.stream(plan.device))
     if plan.dead:
         kind.fill_dead(out, lse)
     return (out, lse) if return_lse else out
 
 
-def _attend_on_cpu(request: Request) -> Any:
+def _attend_on_cpu(request: Request, lse: Any) -> Any:
     from .cpu import attention_cpu
 
     kind, q = request.q.kind, request.q.array
@@ -137,7 +169,8 @@ def _attend_on_cpu(request: Request) -> Any:
         check_apart(request)
         out = request.out.array
         kind.written(out)
-    lse = kind.empty(q, request.lse_shape, request.lse_dtype)[0] if request.return_lse else None
+    if lse is None and request.return_lse:
+        lse, _ = kind.empty(q, request.lse_shape, request.lse_dtype)
     batch, seq, heads, dim = AXES[request.layout]
     views = [kind.numpy(x).transpose(batch, heads, seq, dim) for x in (q, request.k.array, request.v.array, out)]
     kind.untraced(attention_cpu)(
@@ -218,5 +251,8 @@ def _warm_up_configs(configs: str | Iterable[AttentionProblem], device: int | No
 
 
 def _common_problems(arch: str) -> Iterator[AttentionProblem]:
+    from . import kernels
+
     for dim, dtype, mask in product(COMMON_HEAD_DIMS, DTYPES, MASKS):
-        yield AttentionProblem(dim, dim, dtype, mask, access_bytes=16, scale_first=False, arch=arch)
+        problem = AttentionProblem(dim, dim, dtype, mask, access_bytes=16, scale_first=False, arch=arch)
+        yield from kernels.variants_by_length(problem)

@@ -85,8 +85,8 @@ def attention_backward(
     A row whose LSE is -inf saw no key: its gradient is 0 and it adds nothing to others, whatever `dout` and `dlse` hold
     there. The computation is in float32, for float64 in float64, and on the CPU nothing is rounded in between; on a GPU
     the probabilities and the gradients of the scores are, to the inputs' dtype, as operands of the last products. It
-    takes `lse` at its word: probabilities are exp(score - lse), at most 1, which the rounding of a float32 LSE changes by
-    6e-8 * abs(lse) at most, and the LSE of more keys than `k` holds gives the gradients of this part of the keys; an
+    takes `lse` at its word: probabilities are exp(score - lse), at most 1, which the rounding of a float32 LSE changes
+    by 6e-8 * abs(lse) at most, and the LSE of more keys than `k` holds gives the gradients of this part of the keys; an
     LSE of fewer keys is no input. Where scores are so large that the LSE is +inf in its dtype, gradients of the row
     and of the keys at its maximum are NaN; scores that round to -inf count as not seen.
 
@@ -98,6 +98,8 @@ def attention_backward(
     On a GPU, work is queued on the current stream, as by `attention`. It needs a workspace, from the pool that the
     gradients come from: one float32 array like dq, its rows rounded up to tiles, and 8 bytes for each row of each head.
     The first call of a kind compiles up to three kernels.
+
+    For torch, `attention` calls this function when autograd asks; it is not differentiable itself.
 
     The method is that of Dao, FlashAttention-2: Faster Attention with Better Parallelism and Work Partitioning, 2023,
     section 3.1.2 on the backward pass.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import numbers
 from collections.abc import Iterable, Sequence
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import numpy as np
 
@@ -26,12 +26,15 @@ BOOLEAN = (numbers.Real, np.bool_)
 
 
 def request_for(arrays: Sequence[Any], out: Any, **options: Any) -> Request:
-    """`make_request` for arrays of every kind: foreign ones are viewed first."""
-    if kind_of(arrays[0]) is None:
+    """`make_request` for arrays of every kind, where nothing is computed: foreign ones are viewed first."""
+    kind = kind_of(arrays[0])
+    if kind is None:
         from .arrays import bridge
 
         viewed = bridge.views(dict(zip("qkv", arrays, strict=True)), {} if out is None else {"out": out})
         arrays, out = [viewed[name] for name in "qkv"], viewed.get("out")
+    else:
+        arrays = [kind.plain(x) for x in arrays]
     return make_request(arrays, out, **options)
 
 
@@ -57,17 +60,17 @@ def check_call(
     arrays: Sequence[Any], out: Any, *, causal: Any, scale: Any, layout: Any, return_lse: Any = False
 ) -> Request:
     """What `make_request` checks wherever the arrays are."""
-    layout = _check_layout(layout)
+    layout = check_layout(layout)
     operands = _adopt(dict(zip(("q", "k", "v"), arrays, strict=True)) | ({} if out is None else {"out": out}))
     q, k, v = operands[:3]
-    _check_shapes(q, k, v, layout)
+    check_shapes(q, k, v, layout)
     request = Request(
         q=q,
         k=k,
         v=v,
         out=operands[3] if out is not None else None,
         layout=layout,
-        causal=_check_causal(causal),
+        causal=check_causal(causal),
         scale=_check_scale(scale, q),
         return_lse=check_flag("return_lse", return_lse),
     )
@@ -81,7 +84,7 @@ def check_call(
 # call must not depend on what was called before.
 
 
-def _check_layout(layout: Any) -> str:
+def check_layout(layout: Any) -> str:
     if not isinstance(layout, str) or layout not in AXES:
         raise ValueError(
             f"layout is {layout!r}; accepted are 'bshd' = (batch, seq, heads, dim) "
@@ -96,7 +99,7 @@ def check_flag(name: str, value: Any) -> bool:
     return bool(value)
 
 
-def _check_causal(causal: Any) -> Causal:
+def check_causal(causal: Any) -> Causal:
     if isinstance(causal, str):
         if causal in ("bottom_right", "top_left"):
             return cast(Causal, causal)
@@ -160,7 +163,17 @@ def check_fellow(q: Operand, other: Operand) -> None:
         )
 
 
-def _check_shapes(q: Operand, k: Operand, v: Operand, layout: str) -> None:
+class Shaped(Protocol):
+    """An argument that has a shape yet, but need not have memory."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+
+def check_shapes(q: Shaped, k: Shaped, v: Shaped, layout: str) -> None:
     axes = "(batch, seq, heads, dim)" if layout == "bshd" else "(batch, heads, seq, dim)"
     for x in (q, k, v):
         if len(x.shape) != 4:

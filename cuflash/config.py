@@ -173,12 +173,13 @@ class Sm90Config(ForwardConfig):
         64 rows for each consumer warpgroup.
     stages : int
         K tiles in flight, and as many V tiles.
-    q_stages : {1, 2}
-        Q buffers; with two, the next work tile's Q arrives while this one is computed.
+    q_stages : {1, 2, 3}
+        Q buffers; with two, the next work tile's Q arrives while this one is computed; with three, while the output
+        before this one is still on its way as well.
     ping_pong : bool
         The consumers take turns on the tensor cores: the softmax of one hides behind the products of another.
     tma_store : bool
-        O leaves by TMA through the work tile's Q buffer, so that no consumer waits for it; needs two of those.
+        O leaves by TMA through the work tile's Q buffer, so that no consumer waits for it; needs two of those at least.
         Otherwise from registers, in 16-byte stores.
     dynamic : bool
         Work tiles are handed out by an atomic counter; otherwise in a static order.
@@ -203,10 +204,10 @@ class Sm90Config(ForwardConfig):
             raise ValueError(f"block_n is {self.block_n}; accepted are multiples of 16 up to 256")
         if self.stages < 2:
             raise ValueError(f"stages is {self.stages}; accepted are 2 and more: one is read while another is filled")
-        if self.q_stages not in (1, 2):
-            raise ValueError(f"q_stages is {self.q_stages}; accepted are 1 and 2")
-        if self.tma_store and self.q_stages != 2:
-            raise ValueError("tma_store needs q_stages=2: O leaves through one Q buffer while the next Q arrives")
+        if self.q_stages not in (1, 2, 3):
+            raise ValueError(f"q_stages is {self.q_stages}; accepted are 1, 2 and 3")
+        if self.tma_store and self.q_stages < 2:
+            raise ValueError("tma_store needs q_stages=2 or 3: O leaves through one Q buffer while the next Q arrives")
 
     @property
     def consumers(self) -> int:

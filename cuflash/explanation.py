@@ -341,6 +341,8 @@ def notes(request: Request, kernel: Kernel, device: DeviceModel, *, planned: boo
         )
     if problem.scale_first:
         found.append("scale-first variant: the scale is 0, negative, tiny or huge, so scores are scaled before softmax")
+    if problem.short:
+        found.append("variant for few queries, of smaller tiles")
     if kernel.ptx:
         found.append(f"the device is newer than {arch}: the driver translates PTX at the first load")
     if planned:

@@ -17,6 +17,10 @@ from .request import WIDEST_ACCESS, Request
 
 L2_SECTION_BYTES = 32 * 2**20
 """K and V of the heads that run at the same time should fit this much of the L2 cache."""
+WAVES = 7
+"""Work tiles for each multiprocessor that a section of a persistent kernel should have, so that they end together."""
+SHARERS = 8
+"""Multiprocessors that read a key tile at about the same time, at least: then the L2 need not hold the section."""
 MAX_GRID_YZ = 65535
 
 
@@ -85,7 +89,8 @@ def problem_for(request: Request, arch: str) -> AttentionProblem:
     if _family_in_use == "forward_sm90" and (reason := _hopper_refusal(request, arch)):
         raise UnsupportedError(f"forward_sm90 is asked for, and {reason}")
     if _family_in_use != "forward_sm80" and _hopper_refusal(request, arch) is None:
-        return request.problem(TMA_TARGETS[arch], WIDEST_ACCESS)
+        problem = request.problem(TMA_TARGETS[arch], WIDEST_ACCESS)
+        return replace(problem, short=sm90.is_short(problem, request.seqlen_q))
     return request.problem(arch)
 
 
@@ -203,10 +208,18 @@ def persistent_grid(
     seqlen_k: int,
     multiprocessors: int,
 ) -> PersistentGrid:
-    """The work tiles of a forward call, taken in the order of `forward_grid`, and the blocks that share them."""
+    """The work tiles of a forward call, taken in the order of `forward_grid`, and the blocks that share them.
+
+    Under a causal mask a section may be larger than there: the heads that the L2 holds together, or as many as make
+    `WAVES` tiles for each multiprocessor, if `SHARERS` of these have each head between them.
+    """
     m_tiles = -(-seqlen_q // config.block_m)
     tiles = m_tiles * batch_heads
-    section = min(section_heads(problem, group, seqlen_k), batch_heads)
+    section = section_heads(problem, group, seqlen_k)
+    if problem.mask == "causal":
+        groups = -(-WAVES * multiprocessors // (m_tiles * group))
+        section = max(section, group * min(1 << (groups - 1).bit_length(), multiprocessors // SHARERS))
+    section = min(section, batch_heads)
     return PersistentGrid(m_tiles, section, tiles, min(multiprocessors * config.ctas, tiles))
 
 
@@ -282,7 +295,7 @@ SHIPPED_HEAD_DIMS = (
 def shipped_problems(arch: str) -> Iterator[AttentionProblem]:
     """What ``cuflash compile --all`` builds for a target: common head dims, and each variant of some."""
     for (d, dv), dtype, mask in product(SHIPPED_HEAD_DIMS, DTYPES, MASKS):
-        yield AttentionProblem(d, dv, dtype, mask, 16, False, arch)
+        yield from variants_by_length(AttentionProblem(d, dv, dtype, mask, 16, False, arch))
     for d, mask in product((64, 128, 256), MASKS):
         base = AttentionProblem(d, d, "bfloat16", mask, 16, False, arch)
         yield replace(base, scale_first=True)
@@ -290,6 +303,13 @@ def shipped_problems(arch: str) -> Iterator[AttentionProblem]:
             yield replace(base, access_bytes=access_bytes)
     if arch not in TMA_TARGETS.values():
         yield from _shipped_backward_problems(arch)
+
+
+def variants_by_length(problem: AttentionProblem) -> Iterator[AttentionProblem]:
+    """A problem, and that of few queries if it has a kernel of its own."""
+    yield problem
+    if sm90.is_short(problem, 0):
+        yield replace(problem, short=True)
 
 
 def _shipped_backward_problems(arch: str) -> Iterator[AttentionProblem]:

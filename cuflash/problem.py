@@ -20,7 +20,7 @@ MAX_HEAD_DIM = 256
 class AttentionProblem:
     """One kernel's worth of decisions made by the caller.
 
-    Lengths, head counts, strides, the scale and the causal offset are run-time parameters: they are not here.
+    Head counts, strides, the scale and the causal offset are run-time parameters, and so are lengths, but for one bit.
 
     Parameters
     ----------
@@ -41,6 +41,8 @@ class AttentionProblem:
     task : {"forward", "backward_rows", "backward", "backward_dq"}
         What the kernel computes: the forward pass; or, of the backward pass, the constants of the query rows,
         the gradients, or dQ from its sums. The first and the last of these know no mask: theirs is ``"full"``.
+    short : bool
+        There are few queries, and the tuning table has a row of its own for that.
     """
 
     head_dim: int
@@ -51,6 +53,7 @@ class AttentionProblem:
     scale_first: bool
     arch: str
     task: Task = "forward"
+    short: bool = False
 
     def __post_init__(self) -> None:
         for name, value in (("head_dim", self.head_dim), ("head_dim_v", self.head_dim_v)):

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from .config import ForwardConfig, Sm90Config
+from .config import WARPGROUP_ROWS, ForwardConfig, Sm90Config
 from .cpu import Array, causal_offset
 from .request import Causal
 
@@ -142,7 +142,7 @@ def tile_schedule(
     causal, scale
         As in `attention_cpu`.
     config : ForwardConfig
-        Gives ``block_m``, ``block_n``, ``warps``, ``slack`` and, in the Hopper family, ``exact``.
+        Gives ``block_m``, ``block_n``, ``warps``, ``slack`` and, in the Hopper family, ``stages`` and ``exact``.
     scale_first : bool
         The kernel variant that multiplies the scores by the scale before the softmax.
 
@@ -166,7 +166,11 @@ def tile_schedule(
                 warp = _Warp(q1[rows], v.shape[3], q.dtype, scale, scale_first, slack)
                 block_end = first // config.block_m * config.block_m + config.block_m
                 last_visible = np.arange(rows.start, rows.stop) + offset
-                for keys in _key_tiles(block_end + offset, k.shape[2], config):
+                tiles = _key_tiles(block_end + offset, k.shape[2], config)
+                if isinstance(config, Sm90Config):
+                    consumer_end = first // WARPGROUP_ROWS * WARPGROUP_ROWS + WARPGROUP_ROWS
+                    tiles = tiles[_skipped_tiles(tiles, consumer_end + offset, config) :]
+                for keys in tiles:
                     if keys.start <= last_visible[-1] or isinstance(config, Sm90Config):
                         warp.step(k1[keys], v1[keys], np.arange(keys.start, keys.stop) > last_visible[:, None])
                 out[b, h, rows], lse[b, h, rows] = warp.result()
@@ -176,12 +180,20 @@ def tile_schedule(
 def _key_tiles(seen: int, seqlen_k: int, config: ForwardConfig) -> list[slice]:
     """The key tiles of a query tile whose last row sees `seen` keys, in the kernel's order.
 
-    Warps of the Ampere-style family leave out what none of their rows sees. Warpgroups of the Hopper family compute
-    all tiles of the query tile together, and at least the first one.
+    Warps of the Ampere-style family leave out what none of their rows sees. Warpgroups of the Hopper family compute at
+    least the first key tile, and what `_skipped_tiles` leaves of the others.
     """
     least = 1 if isinstance(config, Sm90Config) else 0
     starts = range(0, max(least, min(seen, seqlen_k)), config.block_n)
     return [slice(start, min(start + config.block_n, seqlen_k)) for start in reversed(starts)]
+
+
+def _skipped_tiles(tiles: list[slice], seen: int, config: Sm90Config) -> int:
+    """How many key tiles a consumer, whose last row sees `seen` keys, skips: fewer than there are stages."""
+    if config.block_m - WARPGROUP_ROWS < config.block_n:
+        return 0
+    unseen = [keys for keys in tiles[:-1] if keys.start >= seen]
+    return min(len(unseen), config.stages - 1)
 
 
 class _Warp:

@@ -134,6 +134,7 @@ def dump_command(problem: AttentionProblem, config: KernelConfig) -> str:
     words += [f"--task {problem.task}"] if problem.task != "forward" else []
     words += ["--causal"] if problem.mask == "causal" else []
     words += ["--scale-first"] if problem.scale_first else []
+    words += ["--short"] if problem.short else []
     words += ["--config " + ",".join(changed)] if changed else []
     return " ".join(words)
 

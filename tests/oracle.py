@@ -118,20 +118,21 @@ def unit_roundoff(dtype: np.dtype[Any]) -> float:
     return float(ml_dtypes.finfo(dtype).eps) / 2
 
 
-def judge(result: Array, reference: Array, baseline: Array, size: float | None = None) -> None:
+def judge(result: Array, reference: Array, baseline: Array, size: float | None = None, floor: float = 0.0) -> None:
     """Fail unless `result` errs at most 1.5 times as much as `baseline`, in both measures.
 
     A few values can be lucky, so two amounts are granted on top. The baseline's largest error may lie below what
     rounding the output alone may cost: half a unit in the last place. And an error estimated from n values is only
     known to about one part in sqrt(n) of the roundings of the terms that an output sums up; `size` is the largest sum
-    of these terms' magnitudes, the largest output unless given.
+    of these terms' magnitudes, the largest output unless given. `floor` is what the order of sums in float32 may cost,
+    for results that nothing else distinguishes from zero.
     """
     ours, theirs = measure(result, reference), measure(baseline, reference)
     unit = unit_roundoff(result.dtype)
     finite = np.abs(reference[np.isfinite(reference)])
     peak, norm = float(finite.max(initial=0.0)), float(np.linalg.norm(finite))
     luck = 2 * unit * (peak if size is None else size)
-    largest = MAX_RATIO * theirs.largest + unit * peak + luck / math.sqrt(max(1, finite.size))
+    largest = MAX_RATIO * theirs.largest + unit * peak + luck / math.sqrt(max(1, finite.size)) + floor
     # Nothing is relative to zeros, such as gradients where each row sees one key: there the largest error decides.
     frobenius = MAX_RATIO * theirs.frobenius + (luck / norm if norm else math.inf)
     report = f"\n  result:   {ours}\n  baseline: {theirs}"

@@ -12,19 +12,32 @@ from ..problem import AttentionProblem, Mask
 
 Config = TypeVar("Config", bound=KernelConfig)
 
-SLACK: dict[Mask, int] = {"full": 2, "causal": 3}
+SLACK: dict[Mask, int] = {"full": 2, "causal": 8}
 """By mask: where the diagonal's tile comes first it holds each row's own key, and a larger slack costs no accuracy."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row(Generic[Config]):
-    """The config of problems on ``arches``, under ``masks``, with D up to ``head_dim`` and Dv up to ``head_dim_v``."""
+    """The config of problems on ``arches``, under ``masks``, with D up to ``head_dim`` and Dv up to ``head_dim_v``.
+
+    ``short``: of those with few queries, in place of another row of these head dims.
+    """
 
     arches: tuple[str, ...]
     head_dim: int
     head_dim_v: int
     masks: tuple[Mask, ...]
     config: Config
+    short: bool = False
+
+    def serves(self, problem: AttentionProblem) -> bool:
+        return (
+            problem.arch in self.arches
+            and problem.mask in self.masks
+            and problem.head_dim <= self.head_dim
+            and problem.head_dim_v <= self.head_dim_v
+            and problem.short == self.short
+        )
 
 
 def row_for(table: Iterable[Row[Config]], problem: AttentionProblem) -> Row[Config]:
@@ -35,15 +48,8 @@ def row_for(table: Iterable[Row[Config]], problem: AttentionProblem) -> Row[Conf
     UnsupportedError
         There is none.
     """
-    rows = [
-        row
-        for row in table
-        if problem.arch in row.arches
-        and problem.mask in row.masks
-        and problem.head_dim <= row.head_dim
-        and problem.head_dim_v <= row.head_dim_v
-    ]
+    rows = [row for row in table if row.serves(problem)]
     if not rows:
-        dims = f"{problem.head_dim} and {problem.head_dim_v}"
+        dims = f"{problem.head_dim} and {problem.head_dim_v}{', few queries,' if problem.short else ''}"
         raise UnsupportedError(f"no tuning row for head dims {dims} on {problem.arch}: add one in cuflash/arch")
     return min(rows, key=lambda row: row.head_dim + row.head_dim_v)

@@ -8,7 +8,6 @@ array is not of it. Frameworks whose arrays cuflash cannot address itself (JAX a
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -92,6 +91,15 @@ class Kind(Protocol):
     def untraced(self, function: Callable[..., Any], /) -> Callable[..., Any]:
         """The function, out of reach of a compiler of the framework that traces Python."""
 
+    def follower(self, arrays: tuple[Any, ...], /) -> Callable[..., Any] | None:
+        """The attention to take instead where the framework follows a call, to differentiate, compile or transform it.
+
+        It takes the arguments of `cuflash.attention` and calls `cuflash.api.compute` for what it does not follow.
+        """
+
+    def plain(self, x: Any, /) -> Any:
+        """The array alone, without what its framework remembers for differentiating; anything else as it is."""
+
     def current_device(self) -> int:
         """The CUDA ordinal that is current in this thread."""
 
@@ -105,8 +113,6 @@ class Kind(Protocol):
 KINDS: dict[type, Kind] = {}
 """The array types that cuflash addresses itself, of the frameworks seen so far. `kind_of` fills it."""
 
-_MODULES = {"cupy": "cupy_arrays", "numpy": "numpy_arrays", "torch": "torch_arrays"}
-
 
 def kind_of(x: Any) -> Kind | None:
     """The kind of an array (or of an instance of a subclass) that cuflash addresses itself; None for all else."""
@@ -114,10 +120,26 @@ def kind_of(x: Any) -> Kind | None:
     if kind is not None:
         return kind
     for base in type(x).__mro__:
-        if module := _MODULES.get(base.__module__.partition(".")[0]):
-            loaded: Any = importlib.import_module("." + module, __name__)
+        if loaded := _module_for(base.__module__.partition(".")[0]):
             KINDS.update(dict.fromkeys(loaded.PLAIN_TYPES, loaded))
             return loaded if isinstance(x, loaded.PLAIN_TYPES) else None
+    return None
+
+
+def _module_for(framework: str) -> Any:
+    """The module for a framework's arrays; by import statements, which torch.compile follows in a first call."""
+    if framework == "cupy":
+        from . import cupy_arrays
+
+        return cupy_arrays
+    if framework == "numpy":
+        from . import numpy_arrays
+
+        return numpy_arrays
+    if framework == "torch":
+        from . import torch_arrays
+
+        return torch_arrays
     return None
 
 

@@ -104,24 +104,33 @@ def _is_jax(x: Any) -> bool:
     return jax is not None and isinstance(x, jax.Array)
 
 
+def is_traced(q: Any, k: Any, v: Any) -> bool:
+    """Whether these are JAX arrays of which at least one is a tracer: `cuflash.jax` takes them."""
+    jax = sys.modules.get("jax")
+    return jax is not None and isinstance(q, jax.Array) and any(isinstance(x, jax.core.Tracer) for x in (q, k, v))
+
+
 def _view_jax(name: str, x: Any) -> Any:
     import jax
 
     if isinstance(x, jax.core.Tracer):
         raise UnsupportedError(
-            f"{name} is a JAX tracer: cuflash cannot be called under jax.jit, jax.grad or jax.vmap yet; "
-            "call it with concrete arrays"
+            f"{name} is a JAX tracer: under jax.jit, jax.grad, jax.vmap and the like only cuflash.attention can be "
+            "called, which is cuflash.jax.attention there; its gradients come from jax.grad and jax.vjp"
         )
     devices = list(x.devices())
     if len(devices) != 1:
-        raise UnsupportedError(f"{name} is sharded over {len(devices)} devices; cuflash takes arrays on one")
+        raise UnsupportedError(
+            f"{name} is sharded over {len(devices)} devices; cuflash takes arrays on one: for sharded ones call it "
+            "inside jax.shard_map"
+        )
     if devices[0].platform == "cpu":
         return np.asarray(x)
     if devices[0].platform not in ("gpu", "cuda"):
         raise UnsupportedError(
             f"{name} is on a {devices[0].platform} device; cuflash takes arrays on CUDA devices and CPUs"
         )
-    return _cupy(name).from_dlpack(x)
+    return require_cupy(name).from_dlpack(x)
 
 
 def _check_jax_devices(named: Mapping[str, Any]) -> None:
@@ -148,7 +157,7 @@ def _view_dlpack(name: str, x: Any) -> Any:
     if device in HOST_DEVICES:
         return _view_host(name, x)
     if device in CUDA_DEVICES:
-        return _cupy(name).from_dlpack(x)
+        return require_cupy(name).from_dlpack(x)
     raise UnsupportedError(f"{name} is on a device of DLPack type {device}; cuflash takes CUDA devices and CPUs")
 
 
@@ -175,7 +184,7 @@ def _to_producer(result: Any, like: Any) -> Any:
     return namespace().from_dlpack(result)
 
 
-def _cupy(name: str) -> Any:
+def require_cupy(name: str) -> Any:
     try:
         import cupy
     except ImportError as error:

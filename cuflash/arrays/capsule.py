@@ -1,4 +1,4 @@
-"""Reads a DLPack capsule in host memory as a NumPy array of bfloat16, which `numpy.from_dlpack` refuses.
+"""Reads DLPack capsules where frameworks do not: host memory that `numpy.from_dlpack` refuses, bare device addresses.
 
 Structures from dlpack.h, version 0.8 (the unversioned exchange, which every producer still speaks).
 """
@@ -50,9 +50,21 @@ def bfloat16_view(producer: Any) -> Any:
     from ml_dtypes import bfloat16
 
     capsule = producer.__dlpack__()
-    get_pointer = ctypes.pythonapi.PyCapsule_GetPointer
-    get_pointer.restype, get_pointer.argtypes = ctypes.c_void_p, (ctypes.py_object, ctypes.c_char_p)
-    tensor = _Tensor.from_address(get_pointer(capsule, b"dltensor"))
+    tensor = _tensor_in(capsule)
     if (tensor.code, tensor.bits, tensor.lanes) != (BFLOAT_CODE, 16, 1):
         return None
     return np.asarray(_Owner(capsule, tensor)).view(bfloat16)
+
+
+def address_of(producer: Any) -> int:
+    """The address of an array's first element, on whichever device; 0 where there is no memory."""
+    capsule = producer.__dlpack__()
+    tensor = _tensor_in(capsule)
+    return (tensor.data or 0) + int(tensor.byte_offset)
+
+
+def _tensor_in(capsule: Any) -> _Tensor:
+    """The structure that a capsule holds, valid as long as the capsule lives."""
+    get_pointer = ctypes.pythonapi.PyCapsule_GetPointer
+    get_pointer.restype, get_pointer.argtypes = ctypes.c_void_p, (ctypes.py_object, ctypes.c_char_p)
+    return _Tensor.from_address(get_pointer(capsule, b"dltensor"))

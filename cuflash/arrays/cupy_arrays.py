@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import sys
-from collections.abc import Callable
-from contextlib import AbstractContextManager
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, NamedTuple
 
 import cupy
 import numpy as np
@@ -20,12 +21,16 @@ __all__ = [
     "current_device",
     "empty",
     "fill_dead",
+    "follower",
     "geometry",
     "numpy",
     "on_device",
+    "on_stream",
     "operand",
+    "plain",
     "stream",
     "untraced",
+    "view",
     "written",
 ]
 
@@ -83,9 +88,46 @@ def untraced(function: Callable[..., Any], /) -> Callable[..., Any]:
     return function
 
 
+def follower(arrays: tuple[Any, ...], /) -> Callable[..., Any] | None:
+    return None
+
+
+def plain(x: Any, /) -> Any:
+    return x
+
+
 def on_device(ordinal: int, /) -> AbstractContextManager[Any]:
     return cupy.cuda.Device(ordinal)  # type: ignore[no-any-return]
 
 
 def stream(ordinal: int, /) -> int:
     return get_current_stream().ptr  # type: ignore[no-any-return]
+
+
+def view(address: int, shape: tuple[int, ...], dtype: Any, ordinal: int) -> Any:
+    """A C-contiguous array over device memory that somebody else owns and keeps."""
+    size = math.prod(shape) * dtype.itemsize
+    memory = cupy.cuda.UnownedMemory(address, size, None, ordinal)
+    return cupy.ndarray(shape, dtype, cupy.cuda.MemoryPointer(memory, 0))
+
+
+@contextmanager
+def on_stream(handle: int, ordinal: int) -> Iterator[None]:
+    """Make a device, and somebody else's stream on it, CuPy's current ones."""
+    with cupy.cuda.Device(ordinal), _foreign_stream(handle, ordinal):
+        yield
+
+
+class _ForeignStream(NamedTuple):
+    """A bare handle as CUDA's stream protocol has it."""
+
+    handle: int
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self.handle
+
+
+def _foreign_stream(handle: int, ordinal: int) -> Any:
+    if hasattr(cupy.cuda.Stream, "from_external"):
+        return cupy.cuda.Stream.from_external(_ForeignStream(handle))
+    return cupy.cuda.ExternalStream(handle, ordinal)  # CuPy before 14.2, which warns of it

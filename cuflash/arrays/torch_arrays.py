@@ -19,8 +19,8 @@ from ..errors import UnsupportedError
 from . import CPU, Operand, dtype_name
 
 __all__ = [
-    "LABEL", "PLAIN_TYPES", "current_device", "empty", "fill_dead", "geometry", "numpy", "on_device", "operand",
-    "stream", "untraced", "written",
+    "LABEL", "PLAIN_TYPES", "current_device", "dispatch_modes", "empty", "fill_dead", "follower", "geometry",
+    "is_compiling", "numpy", "on_device", "operand", "plain", "stream", "transformed", "untraced", "written",
 ]  # fmt: skip
 
 LABEL = "torch tensor"
@@ -35,16 +35,30 @@ stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", _p
 """The raw handle, as torch's own kernel launchers read it; the public road builds an object for each call."""
 
 
+# Who follows torch's operators, and has to meet operators of cuflash: torch.compile, the transformations of torch.func,
+# dispatch modes (make_fx, torch.export and others). torch.jit.trace cannot.
+is_compiling: Callable[[], bool] = torch.compiler.is_dynamo_compiling
+transformed: Callable[[], bool] = torch._C._are_functorch_transforms_active
 is_tracing: Callable[[], bool] = torch._C._is_tracing
 dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 
 
 def geometry(x: Any, /) -> tuple[tuple[Any, ...], int]:
-    # Whoever may be following tensors is part of the key: `operand` asks who it is, and refuses most.
-    followers = (forward_ad._current_level, is_tracing(), dispatch_modes())
+    if (x.requires_grad and is_grad_enabled()) or is_compiling() or dispatch_modes() or is_tracing():
+        raise TypeError("followed by torch, which a plan is not")
+    # `operand` refuses a tensor with a tangent: whether there may be any is part of the key.
     return (
-        type(x), x.shape, x.stride(), x.dtype, x.device, x.requires_grad and is_grad_enabled(), x.is_neg(), followers,
+        type(x), x.shape, x.stride(), x.dtype, x.device, x.is_neg(), forward_ad._current_level,
     ), x.data_ptr()  # fmt: skip
+
+
+def follower(arrays: tuple[Any, ...], /) -> Callable[..., Any] | None:
+    q, k, v = (getattr(x, "requires_grad", False) for x in arrays)
+    if not ((is_grad_enabled() and (q or k or v)) or is_compiling() or transformed() or dispatch_modes()):
+        return None
+    from .. import torch as differentiable
+
+    return differentiable.attend
 
 
 def _watcher(x: Any) -> str | None:
@@ -53,7 +67,7 @@ def _watcher(x: Any) -> str | None:
         return None  # torch.compile leaves the call alone
     if torch._C._functorch.is_functorch_wrapped_tensor(x):
         return "a transformation of torch.func"
-    if torch.jit.is_tracing():
+    if is_tracing():
         return "torch.jit.trace"
     if forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None:
         return "forward-mode differentiation"
@@ -75,8 +89,8 @@ def operand(name: str, x: Any, /) -> Operand:
         raise UnsupportedError(f"{name} is on device {x.device}; cuflash takes CUDA and CPU tensors")
     if x.requires_grad and is_grad_enabled():
         raise UnsupportedError(
-            f"{name} requires grad, and autograd cannot see through cuflash yet: call it under torch.no_grad(), or "
-            f"pass {name}.detach(); cuflash.attention_backward computes the gradients"
+            f"{name} requires grad, and autograd does not follow this call: make it under torch.no_grad(), or pass "
+            f"{name}.detach(); cuflash.attention, without out=, is differentiable"
         )
     if watcher := _watcher(x):
         raise UnsupportedError(
@@ -128,6 +142,10 @@ def numpy(x: Any, /) -> Any:
 def untraced(function: Callable[..., Any], /) -> Callable[..., Any]:
     dynamo = sys.modules.get("torch._dynamo")  # loaded by the first torch.compile
     return function if dynamo is None else dynamo.disable(function)
+
+
+def plain(x: Any, /) -> Any:
+    return x.detach() if type(x) in PLAIN_TYPES and x.requires_grad else x
 
 
 def on_device(ordinal: int, /) -> AbstractContextManager[Any]:

@@ -30,17 +30,18 @@ def candidates(problem: AttentionProblem, table: KernelConfig) -> Iterator[Kerne
 
 
 def sm90_candidates(problem: AttentionProblem, table: Sm90Config) -> Iterator[Sm90Config]:
-    """Tiles and stages; one Q buffer only where two leave no room."""
+    """Tiles, stages and Q buffers; a single one only where two leave no room."""
     limit = ARCHES[problem.arch].smem_per_block
-    for block_m, block_n, stages in product((128, 192), range(48, 177, 16), (2, 3, 4)):
-        for q_stages in (2, 1):
+    for block_m, block_n, stages in product((128, 192), range(48, 177, 16), (2, 3)):
+        for q_stages in (3, 2, 1):
             config = replace(
-                table, block_m=block_m, block_n=block_n, stages=stages, q_stages=q_stages, tma_store=q_stages == 2
+                table, block_m=block_m, block_n=block_n, stages=stages, q_stages=q_stages, tma_store=q_stages > 1
             )
             if config.smem_bytes(problem) <= limit:
                 if sm90_registers(problem, config) <= config.consumer_registers:
                     yield config
-                break
+                if q_stages == 2:
+                    break
 
 
 def sm90_registers(problem: AttentionProblem, config: Sm90Config) -> int:

@@ -22,6 +22,7 @@ def add_problem_options(parser: argparse._ActionsContainer) -> None:
     parser.add_argument(
         "--scale-first", action="store_true", help="the variant for scales that are 0, negative or extreme"
     )
+    parser.add_argument("--short", action="store_true", help="the variant for few queries, where there is one")
 
 
 def problem_from(args: argparse.Namespace, arch: str) -> AttentionProblem:
@@ -47,6 +48,7 @@ def problem_from(args: argparse.Namespace, arch: str) -> AttentionProblem:
         scale_first=args.scale_first,
         arch=arch,
         task=args.task,
+        short=args.short,
     )
 
 

@@ -6,15 +6,17 @@ import faulthandler
 import math
 import multiprocessing
 import os
+import warnings
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ProcessPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
+import cuflash
 from tests.conftest import family_asked_for
-from tests.gpu.support import DTYPES, HEAD_DIMS, Variant, compile_variant, target
+from tests.gpu.support import DTYPES, HEAD_DIMS, Variant, compile_variant, draw_qkv, target
 
 if TYPE_CHECKING:
     from cuflash.compiler import Compiled
@@ -74,3 +76,25 @@ def _nothing_pending() -> Iterator[None]:
     import cupy as cp
 
     cp.cuda.Device().synchronize()
+
+
+@pytest.fixture(scope="session")
+def jax_on_gpu() -> Any:
+    """The module `jax`, where it has a CUDA device."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        jax = pytest.importorskip("jax")
+        if not any(device.platform in ("gpu", "cuda") for device in jax.devices()):
+            pytest.skip("JAX without CUDA")
+    return jax
+
+
+@pytest.fixture(scope="session")
+def gradients_on_gpu() -> None:
+    """Skips what needs gradients on a GPU as long as `cuflash.attention_backward` refuses its arrays."""
+    q, k, v = draw_qkv((16, 16))
+    out, lse = cuflash.attention(q, k, v, return_lse=True)
+    try:
+        cuflash.attention_backward(out, q, k, v, out, lse)
+    except cuflash.UnsupportedError as error:
+        pytest.skip(f"GPU test: {str(error).partition(':')[0]}")

@@ -210,7 +210,11 @@ _RELEASE = (
 )
 EARLY_RELEASE = {
     "K": (
-        Mutation("", "k_stage.phase);\n", f"k_stage.phase);\n        {_RELEASE.format('k')}\n"),
+        Mutation(
+            "",
+            "k_stage.phase);\n        take_turn();",
+            f"k_stage.phase);\n        {_RELEASE.format('k')}\n        take_turn();",
+        ),
         Mutation("", "if (elected) mbarrier_arrive(smem.k_empty(k_stage.index));\n        release", "release"),
         Mutation("", "mbarrier_arrive_after(k_empty, elected, s[0][kEarly - 3], s[0][kEarly - 1]);", ""),
     ),
@@ -231,14 +235,28 @@ EARLY_RELEASE = {
 }  # fmt: skip
 
 
+def copied(x: Array, copies: int) -> Array:
+    """An array of as many times as many batches, as integers on the way."""
+    import cupy as cp
+
+    return cp.tile(x.view(np.uint16), (copies, 1, 1, 1)).view(x.dtype)
+
+
 class Repeated:
     """One call, of several work tiles for each block, that is made again and again beside other work."""
 
-    def __init__(self, variant: Variant) -> None:
+    def __init__(
+        self,
+        variant: Variant,
+        lengths: tuple[int, int] = (1100, 1100),
+        heads: tuple[int, int] = (16, 4),
+        batch: int = 2,
+        copies: int = 1,
+    ) -> None:
         import cupy as cp
 
         self.causal = is_causal(variant)
-        self.arrays = draw(variant, (1100, 1100), (16, 4), batch=2)
+        self.arrays = [copied(x, copies) for x in draw(variant, lengths, heads, batch)]
         self.others = draw(variant, (333, 500), (8, 8))
         self.expected, self.expected_lse = cuflash.attention(*self.arrays, causal=self.causal, return_lse=True)
         self.stream, self.neighbour = (cp.cuda.Stream(non_blocking=True) for _ in range(2))
@@ -299,7 +317,8 @@ def test_delays_change_no_bit(variant: Variant, use: Use) -> None:
 @pytest.mark.parametrize(
     "variant",
     [
-        pytest.param(kernel(128, 128, "bfloat16", "full", *delays("true"), *mutations), id=what)
+        pytest.param(kernel(d, d, "bfloat16", mask, *delays("true"), *mutations), id=f"{what}-d{d}")
+        for d, mask in ((128, "full"), (64, "causal"))
         for what, mutations in EARLY_RELEASE.items()
     ],
 )
@@ -308,6 +327,159 @@ def test_a_buffer_that_is_released_early_is_seen(variant: Variant, use: Use) -> 
         repeated = Repeated(variant)
     with use(variant):
         assert repeated.differences(20) > 0
+
+
+# --- key tiles that a consumer hands back because none of its rows sees them ---------------------------------------
+
+
+def skipping() -> Iterator[Variant]:
+    """The table's kernels whose consumers skip; more to skip than they may, one to three Q buffers, no turns."""
+    for d, dtype in product((64, 256), DTYPES):
+        yield kernel(d, d, dtype, "causal")
+    for changes in (
+        {"block_n": 64},
+        {"block_n": 32, "stages": 4},
+        {"block_n": 32, "stages": 2, "q_stages": 2},
+        {"block_n": 64, "tma_store": False},
+        {"block_n": 64, "q_stages": 1, "tma_store": False},
+        {"block_n": 48, "ping_pong": False},
+        {"block_n": 64, "q_stages": 1, "tma_store": False, "ping_pong": False, "dynamic": False},
+    ):
+        yield kernel(64, 64, "bfloat16", "causal", **changes)
+    yield kernel(256, 256, "float16", "causal", block_n=32, stages=3)
+
+
+SKIPPING = list(skipping())
+
+
+def skips(variant: Variant, lengths: tuple[int, int], causal: str) -> set[int]:
+    """How many key tiles consumers would skip, were there no limit, in the work tiles of a head."""
+    (nq, nk), m, n = lengths, variant.config.block_m, variant.config.block_n
+    offset = nk - nq if causal == "bottom_right" else 0
+
+    def tiles(rows: int) -> int:
+        return max(1, -(-max(0, min(nk, rows + offset)) // n))
+
+    return {
+        tiles(m0 + m) - (tiles(row + 64) if row < nq else 1) for m0 in range(0, nq, m) for row in range(m0, m0 + m, 64)
+    }
+
+
+def skipping_lengths(variant: Variant) -> list[tuple[tuple[int, int], str]]:
+    """Diagonals at several places in a key tile, rows that do not exist, rows that see nothing, few and many keys."""
+    m, n = variant.config.block_m, variant.config.block_n
+    return [
+        ((5 * m, 5 * m), "bottom_right"),
+        ((4 * m + 1, 4 * m + n // 2 + 3), "bottom_right"),
+        ((3 * m - 63, 3 * m), "top_left"),
+        ((2 * m + 65, 2 * m + 9 * n + 5), "bottom_right"),
+        ((m + 7, 5 * m), "top_left"),
+        ((4 * m + 65, n + 3), "bottom_right"),
+        ((4 * m + 33, 2 * n - 1), "top_left"),
+        ((3 * m + 1, 3 * m - n - 1), "bottom_right"),
+    ]
+
+
+def check_many_tiles(variant: Variant, lengths: tuple[int, int], causal: str, seed: int = 0) -> None:
+    """Two heads against the oracle, and with them so many copies that each block gets several work tiles."""
+    import cupy as cp
+
+    problem, heads = variant.problem, 2
+    host = host_qkv(lengths, (heads, heads), (problem.head_dim, problem.head_dim_v), problem.dtype, seed=seed)
+    blocks, m_tiles = cp.cuda.Device().attributes["MultiProcessorCount"], -(-lengths[0] // variant.config.block_m)
+    copies = -(-3 * blocks // (m_tiles * heads)) + 1
+    arrays = [copied(to_device(x), copies) for x in host]
+    out = cp.empty((*arrays[0].shape[:3], problem.head_dim_v), np.uint16)
+    out[...] = 0x7FFF  # NaN in both types
+    _, lse = cuflash.attention(*arrays, causal=causal, out=out.view(host[0].dtype), return_lse=True)
+    lse_bits = lse.view(np.uint32)
+    assert bool((out == out[:1]).all()) and bool((lse_bits == lse_bits[:1]).all()), "copies of a head differ"
+    inputs = [swap_layout(x) for x in host]
+    assert_accurate(swap_layout(to_host(out[:1].view(host[0].dtype))), *inputs, causal=causal)
+    assert_lse(to_host(lse[:1]), *inputs, causal=causal)
+
+
+@pytest.mark.parametrize("variant", SKIPPING, ids=name)
+def test_skipped_key_tiles(variant: Variant, use: Use) -> None:
+    with use(variant):
+        for lengths, causal in skipping_lengths(variant):
+            check_many_tiles(variant, lengths, causal)
+
+
+# Wrong numbers of skipped tiles, within the limit: all consumers still take the turns and stages that they must.
+BROKEN_SKIPPING = {
+    "one too many": Mutation("", "max_int(1, needed)", "max_int(1, needed - 1)"),
+    "the first consumer's for all": Mutation("", "own_range(tile).end", "mask.range(tile.m0, tile.m0 + 64).end"),
+    "rows next to missing ones": Mutation(
+        "", "first_row(tile) < p.seqlen_q", "first_row(tile) + 64 <= p.seqlen_q"
+    ),
+    "keys numbered by the work tile's steps": Mutation(
+        "", "return (steps - 1 - j) * kBlockN; }   // of step j", "return (steps - j) * kBlockN; }"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "variant",
+    [
+        pytest.param(kernel(d, d, "bfloat16", "causal", mutation), id=f"{what}-d{d}")
+        for d in (64, 256)
+        for what, mutation in BROKEN_SKIPPING.items()
+    ],
+)
+def test_broken_skipping_is_seen(variant: Variant, use: Use) -> None:
+    lengths = 3 * variant.config.block_m - 31, 3 * variant.config.block_m - 31
+    with use(variant.unchanged):
+        check_many_tiles(variant, lengths, "bottom_right")
+    with use(variant), pytest.raises(AssertionError, match=r"error above|non-finite|copies of a head differ"):
+        check_many_tiles(variant, lengths, "bottom_right")
+
+
+def many_tiles(variant: Variant) -> Repeated:
+    """Several work tiles for each block, the last of each head with consumers without rows."""
+    m, n = variant.config.block_m, variant.config.block_n
+    return Repeated(variant, (4 * m + 7, 4 * m + n + 12), (8, 2), batch=1, copies=10)
+
+
+@pytest.mark.parametrize("variant", [kernel(d, d, "bfloat16", "causal") for d in (64, 256)], ids=name)
+def test_the_same_bits_in_200_runs_with_skipped_tiles(variant: Variant, use: Use) -> None:
+    with use(variant):
+        assert many_tiles(variant).differences(200) == 0
+
+
+# Between the turn and the two waits, and between what has been seen full and what is handed back.
+_DELAYED: tuple[tuple[str, int, dict[str, Any]], ...] = (
+    ("d64", 64, {}),
+    ("d64-two-to-skip", 64, {"block_n": 64}),
+    ("d64-no-turns", 64, {"block_n": 64, "ping_pong": False}),
+    ("d256", 256, {}),
+)
+_SKIP_DELAYS = (
+    Mutation("", "take_turn();\n            pass_turn();\n", "take_turn();\n            pass_turn(); test_delay(3);\n"),
+    Mutation(
+        "",
+        "            if (elected) mbarrier_arrive(smem.v_empty(k_stage.index));\n",
+        "            test_delay(4);\n            if (elected) mbarrier_arrive(smem.v_empty(k_stage.index));\n",
+    ),
+)
+
+
+@pytest.mark.parametrize(
+    "variant",
+    [
+        pytest.param(
+            kernel(d, d, "bfloat16", "causal", *delays(condition), *_SKIP_DELAYS, **changes), id=f"{label}-{who}"
+        )
+        for who, condition in SLEEPERS.items()
+        for label, d, changes in _DELAYED
+        if not changes or who in ("everybody", "fourth warp of each")
+    ],
+)
+def test_delays_change_no_bit_with_skipped_tiles(variant: Variant, use: Use) -> None:
+    with use(variant.unchanged):
+        repeated = many_tiles(variant)
+    with use(variant):
+        assert repeated.differences(5) == 0
 
 
 # --- edges ---------------------------------------------------------------------------------------------------------
@@ -394,6 +566,8 @@ SWITCHES: tuple[dict[str, Any], ...] = (
     {"tma_store": False},
     {"tma_store": False, "q_stages": 1},
     {"tma_store": True, "q_stages": 2, "block_n": 64},
+    {"tma_store": True, "q_stages": 3, "block_n": 64},
+    {"tma_store": False, "q_stages": 3, "block_n": 64},
     {"ping_pong": False, "tma_store": False, "q_stages": 1, "exact": True},
     {"stages": 4, "block_n": 64, "tma_store": False, "q_stages": 1},
     {"block_m": 64},

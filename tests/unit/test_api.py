@@ -516,7 +516,8 @@ def test_warmup_of_calls_without_a_kernel(gpu: FakeGpu) -> None:
 
 def test_warmup_of_configs(gpu: FakeGpu) -> None:
     symbols = cuflash.warmup(configs="common")
-    assert len(set(symbols)) == len(gpu.compiled) == 8
+    short = 2 if gpu.capability == (9, 0) else 0  # kernels of their own for few queries, in two dtypes
+    assert len(set(symbols)) == len(gpu.compiled) == 8 + short
     problem = AttentionProblem(40, 24, "float16", "causal", 8, True, "sm_90")
     (symbol,) = cuflash.warmup(configs=[problem], device=1)
     assert symbol.startswith("cuflash_fwd_sm80_d40_dv24_f16_causal_a8_sf") and not gpu.launches

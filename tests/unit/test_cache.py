@@ -82,14 +82,16 @@ def test_a_key_holds_all_that_determines_a_cubin():
         "access_bytes": 8,
         "scale_first": True,
         "arch": "sm_80",
+        "task": "backward",
+        "short": True,
     }.items():
         seen.add(cache_key(replace(PROBLEM, **{field: value}), CONFIG))
     for field in ("block_m", "block_n", "warps", "stages", "q_registers", "ctas"):
         seen.add(cache_key(PROBLEM, replace(CONFIG, **{field: getattr(CONFIG, field) + 16})))
     seen.add(cache_key(PROBLEM, CONFIG, lineinfo=True))
     seen.add(cache_key(PROBLEM, CONFIG, ptx=True))
-    assert len(seen) == 16
-    assert len({key.base for key in seen}) == 16
+    assert len(seen) == 18
+    assert len({key.base for key in seen}) == 18
 
 
 def test_a_key_holds_nothing_else():

@@ -210,15 +210,20 @@ def test_every_tile_is_worked_on_once(
     assert blocks < len(seen) + section * m_tiles, "less than a section of idle blocks"
 
 
-@given(st.integers(1, 5), st.integers(1, 4), st.integers(1, 7), st.integers(1, 1500), st.integers(0, 10**7), MASKS)
+SIZES = st.sampled_from([1, 16, 132])  # multiprocessors: the fewer, the smaller are sections beside all heads
+
+
+@given(
+    st.integers(1, 5), st.integers(1, 4), st.integers(1, 7), st.integers(1, 1500), st.integers(0, 10**7), MASKS, SIZES
+)
 @settings(deadline=None)
 def test_a_persistent_kernel_takes_the_tiles_in_the_order_of_the_grid(
-    device: ctypes.CDLL, batch: int, kv_heads: int, group: int, seqlen_q: int, seqlen_k: int, mask: str
+    device: ctypes.CDLL, batch: int, kv_heads: int, group: int, seqlen_q: int, seqlen_k: int, mask: str, size: int
 ) -> None:
     """Every tile once; sections one after the other, in each the last query tiles of all heads first."""
     heads, config = kv_heads * group, FORWARD_SM90[0].config
     sizes = (batch * heads, group, seqlen_q, seqlen_k)
-    grid = persistent_grid(problem(mask), config, *sizes, multiprocessors=132)
+    grid = persistent_grid(problem(mask), config, *sizes, multiprocessors=size)
     divisors = (grid.section * grid.m_tiles, grid.section, grid.last_section, heads, group)
     order = (FastDiv * 5)(*(FastDiv(*fast_div(n)) for n in divisors))
     tiles = (WorkTile * grid.tiles)()

@@ -266,6 +266,11 @@ def test_traffic_of_a_persistent_kernel_follows_its_order():
     tiles = x.shape[1] // config.block_m
     keys = sum(config.block_m * last for last in range(tiles, 0, -132))
     assert e.hbm_bytes == 2 * 128 * 2 * 2 * (x.shape[1] + keys)
+    wide = np.broadcast_to(np.float16(0), (2, 1 << 14, 16, 256)).copy()
+    # Enough for 7 waves; as many as have 8 multiprocessors each; what the L2 holds.
+    for length, section in ((1 << 14, 8), (1 << 12, 16), (1 << 10, 32)):
+        x = wide[:, :length]
+        assert cuflash.explain(x, x, x, causal=True, arch="sm_90").kernel.schedule.section == section
     small = cuflash.explain(*arrays(seq=4096, heads=8), causal=True, arch="sm_90")
     assert small.kernel.schedule.section == 16 and small.hbm_bytes == 4 * 2 * 2 * 4096 * 8 * 64
 

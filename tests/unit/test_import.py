@@ -83,6 +83,25 @@ print(json.dumps(time.process_time() - start))
     assert min(seconds) < 0.060  # type: ignore[type-var, operator]
 
 
+def test_torch_module_without_torch() -> None:
+    """An error that says what to do, wherever torch's module is asked for; nothing else minds that torch is missing."""
+    code = """
+import inspect, json, sys
+sys.modules["torch"] = None
+import cuflash
+found = [str(dict(inspect.getmembers(cuflash)).get("torch"))]
+for way in ("import cuflash.torch", "cuflash.torch", "from cuflash.torch import attention"):
+    try:
+        exec(way)
+    except ImportError as error:
+        found.append(str(error))
+print(json.dumps(found))
+"""
+    members, *errors = in_fresh_process(code)  # type: ignore[misc]
+    assert members == "None" and len(errors) == 3
+    assert all("cuflash.torch needs torch, which is not installed: pip install torch" in error for error in errors)
+
+
 def test_public_names() -> None:
     for name in cuflash.__all__:
         assert getattr(cuflash, name) is not None and name in dir(cuflash)
@@ -90,3 +109,17 @@ def test_public_names() -> None:
     with pytest.raises(AttributeError, match="no attribute 'attention_forward'"):
         cuflash.attention_forward  # noqa: B018
     assert cuflash.__version__.count(".") == 2
+
+
+@pytest.mark.parametrize("use", ["import cuflash.jax", "import cuflash; cuflash.jax", "from cuflash import jax"])
+def test_jax_is_asked_for_by_name(use: str) -> None:
+    """Nothing but its own module needs JAX, which says so."""
+    code = f"""
+import json, sys
+sys.modules["jax"] = None
+try:
+    {use}
+except ImportError as error:
+    print(json.dumps(str(error)))
+"""
+    assert "cuflash.jax needs JAX 0.6.1 or later" in str(in_fresh_process(code))

@@ -92,20 +92,6 @@ else:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("transform", ["jit", "grad", "vmap"])
-def test_tracers_are_refused_by_name(transform: str) -> None:
-    arrays = [jnp.asarray(x) for x in host_qkv()]
-    functions: dict[str, Any] = {
-        "jit": jax.jit(cuflash.attention),
-        "grad": jax.grad(lambda q, k, v: cuflash.attention(q, k, v).sum()),
-        "vmap": jax.vmap(lambda q, k, v: cuflash.attention(q[None], k[None], v[None])),
-    }
-    with pytest.raises(cuflash.UnsupportedError, match=r"q is a JAX tracer.*jax\.jit, jax\.grad"):
-        functions[transform](*arrays)
-    with pytest.raises(cuflash.UnsupportedError, match="k is a JAX tracer"):
-        jax.grad(lambda k: cuflash.attention(arrays[0], k, arrays[2]).sum())(arrays[1])
-
-
 def test_refusals() -> None:
     host = host_qkv()
     q, k, v = (jnp.asarray(x) for x in host)

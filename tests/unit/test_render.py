@@ -43,6 +43,8 @@ HOPPER_NEIGHBOURS = [
         {"dtype": "float16"},
         {"mask": "full"},
         {"scale_first": True},
+        {"head_dim": 64, "head_dim_v": 64},
+        {"head_dim": 64, "head_dim_v": 64, "short": True},
     )
 ]
 

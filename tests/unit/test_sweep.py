@@ -123,7 +123,7 @@ def test_the_grid_fits_and_is_small(arch, d, dv):
     problem = problem_of(arch, "causal", d, dv)
     table = kernels.select_config(problem)
     tried = list(candidates.candidates(problem, table))
-    assert 0 < len(tried) <= 48 and len({config.label for config in tried}) == len(tried)
+    assert 0 < len(tried) <= 80 and len({config.label for config in tried}) == len(tried)
     assert all(config.smem_bytes(problem) <= ARCHES[arch].smem_per_block for config in tried)
     assert {config.slack for config in tried} == {table.slack} and {config.family for config in tried} == {table.family}
 

@@ -354,6 +354,58 @@ def test_explain_serves_an_empty_call_as_attention_does(gpu: FakeGpu) -> None:
         assert cuflash.explain(q, k, k).refused is None
 
 
+# --- sections --------------------------------------------------------------------------------------------------
+
+
+def section(
+    lengths: tuple[int, int],
+    batch_heads: int = 1 << 14,
+    group: int = 1,
+    d: int = 64,
+    mask: Any = "causal",
+    multiprocessors: int = 132,
+) -> int:
+    problem = AttentionProblem(d, d, "bfloat16", mask, 16, False, "sm_90a")
+    config = kernels.select_config(problem)
+    return kernels.persistent_grid(problem, config, batch_heads, group, *lengths, multiprocessors).section
+
+
+def test_a_section_has_seven_waves() -> None:
+    """The power of two of groups with at least as many work tiles; d 64 has tiles of 192 rows. K and V fit no L2."""
+    many = 1 << 20  # keys: 256 MiB a head
+    for m_tiles, heads in ((1000, 1), (924, 1), (923, 2), (462, 2), (461, 4), (231, 4), (230, 8), (116, 8), (115, 16)):
+        assert section((192 * m_tiles, many)) == heads
+        assert section((192 * m_tiles - 191, many)) == heads
+        for group in (2, 3, 8):
+            groups = section((192 * m_tiles, many), 840, group) // group
+            assert section((192 * m_tiles, many), 840, group) == groups * group and groups & (groups - 1) == 0
+            assert groups * group * m_tiles >= 924 > groups // 2 * group * m_tiles
+    assert section((192 * 1000, many), multiprocessors=144) == 2
+
+
+def test_a_key_tile_has_eight_readers() -> None:
+    """However short the queries are: no more groups side by side than leave each 8 multiprocessors."""
+    many = 1 << 20
+    for m_tiles in (1, 2, 57):
+        assert section((192 * m_tiles, many)) == 16
+        assert section((192 * m_tiles, many), multiprocessors=114) == 14
+    assert section((1, many), group=5) == 80
+    assert section((1, many), group=5, multiprocessors=7) == 5  # what the L2 holds, one group at least
+
+
+def test_a_section_is_at_least_what_the_l2_holds() -> None:
+    for d, length, heads in ((64, 1 << 12, 32), (64, 1 << 13, 16), (128, 1 << 10, 64), (128, 3 << 10, 16)):
+        assert section((length, length), d=d) == max(heads, section((length, 1 << 20), d=d))
+        assert section((1 << 20, length), d=d) == heads
+        assert section((1 << 20, length), d=d, group=3) == 3 * heads
+
+
+def test_a_section_has_no_more_heads_than_there_are() -> None:
+    for heads in (1, 5, 15):
+        assert section((1, 1 << 20), heads) == section((1, 1), heads) == heads
+    assert section((1, 1), mask="full") == section((1 << 20, 1 << 20), mask="full") == 1
+
+
 # --- configs ---------------------------------------------------------------------------------------------------
 
 
@@ -363,7 +415,7 @@ def test_every_head_dim_has_a_config_that_fits(mask: Any) -> None:
     for d, dv in product(range(8, 257, 8), repeat=2):
         problem = AttentionProblem(d, dv, "bfloat16", mask, 16, False, "sm_90a")
         config = kernels.select_config(problem)
-        assert isinstance(config, Sm90Config) and config.reason and config.slack == {"full": 2, "causal": 3}[mask]
+        assert isinstance(config, Sm90Config) and config.reason and config.slack == {"full": 2, "causal": 8}[mask]
         assert config.smem_bytes(problem) <= limit
         for region in config.smem(problem):
             if region.name[0] in "qkv":  # tiles, whose swizzle spans 1024 bytes
@@ -410,7 +462,7 @@ def test_labels_tell_configs_apart() -> None:
 
 @pytest.mark.parametrize(
     ("change", "words"),
-    [({"block_m": 96}, "64, 128 and 192"), ({"block_m": 256}, "64, 128 and 192"), ({"q_stages": 3}, "1 and 2"),
+    [({"block_m": 96}, "64, 128 and 192"), ({"block_m": 256}, "64, 128 and 192"), ({"q_stages": 4}, "1, 2 and 3"),
      ({"q_stages": 1}, "tma_store needs q_stages=2")],
 )  # fmt: skip
 def test_configs_that_no_kernel_has(change: dict[str, int], words: str) -> None:
@@ -427,9 +479,25 @@ def test_narrow_accesses_are_for_the_other_family() -> None:
 def test_shipped_kernels() -> None:
     shipped = list(kernels.shipped_problems("sm_90a"))
     assert {problem.access_bytes for problem in shipped} == {16}
-    assert len(shipped) == len(kernels.SHIPPED_HEAD_DIMS) * len(DTYPES) * len(MASKS) + 3 * len(MASKS)
+    short = [problem for problem in shipped if problem.short]
+    assert {(problem.head_dim, problem.mask) for problem in short} == {(32, "causal"), (64, "causal")}
+    assert len(shipped) == len(kernels.SHIPPED_HEAD_DIMS) * len(DTYPES) * len(MASKS) + 3 * len(MASKS) + len(short)
     symbols = {kernels.symbol(problem, kernels.select_config(problem)) for problem in shipped}
     assert len(symbols) == len(shipped) and all(symbol.startswith("cuflash_fwd_sm90_d") for symbol in symbols)
+
+
+@pytest.mark.parametrize(("seqlen_q", "short"), [(1, True), (1024, True), (1025, False), (4096, False)])
+def test_few_queries_take_smaller_tiles(seqlen_q: int, short: bool) -> None:
+    """Under a causal mask, up to head dim 64; whatever the number of keys."""
+    for (d, dv, mask), has_row in {
+        (64, 64, "causal"): True, (40, 8, "causal"): True, (64, 64, "full"): False, (64, 128, "causal"): False,
+    }.items():  # fmt: skip
+        problem = AttentionProblem(d, dv, "float16", mask, 16, False, "sm_90a")  # type: ignore[arg-type]
+        assert sm90.is_short(problem, seqlen_q) is (short and has_row)
+    few, many = (dataclasses.replace(problem, head_dim_v=64, short=short) for short in (True, False))
+    assert kernels.select_config(few).block_m == 128 and kernels.select_config(many).block_m == 192
+    with pytest.raises(cuflash.UnsupportedError, match="few queries"):
+        kernels.select_config(dataclasses.replace(problem, short=True))
 
 
 @pytest.mark.parametrize("change", [{"block_n": 24}, {"block_n": 264}, {"block_n": 0}, {"stages": 1}])

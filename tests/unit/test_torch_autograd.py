@@ -1,0 +1,643 @@
+"""Gradients for torch: autograd, torch.compile, torch.func, checkpointing; on CPU tensors and as if on a GPU."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import cuflash
+from tests.gpu.test_readme import check_training
+from tests.readme import example
+from tests.torch_dense import assert_gradient, dense_attention, dense_gradients
+from tests.unit import fake_gpu
+from tests.unit.fake_gpu import FakeGpu
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    torch = pytest.importorskip("torch")
+
+import cuflash.torch
+
+ROOT = Path(__file__).resolve().parents[2]
+CALLS = pytest.mark.parametrize("call", [cuflash.torch.attention, cuflash.attention], ids=["torch", "cuflash"])
+DTYPES = ("float16", "bfloat16", "float32", "float64")
+
+Tensor = Any
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
+    installed = fake_gpu.install_for_torch(monkeypatch)
+    yield installed
+    fake_gpu.remove(installed)
+
+
+def draw(dtype: str = "float64", lengths: tuple[int, int] = (7, 9), layout: str = "bshd") -> list[Tensor]:
+    """Leaves q, k, v: two key/value heads for four query heads, head dims 5 and 6."""
+    generator = torch.Generator().manual_seed(0)
+    rows, keys = lengths
+    shapes = (2, rows, 4, 5), (2, keys, 2, 5), (2, keys, 2, 6)
+    tensors = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+    if layout == "bhsd":
+        tensors = [x.transpose(1, 2).contiguous() for x in tensors]
+    return [x.to(getattr(torch, dtype)).requires_grad_() for x in tensors]
+
+
+def like(x: Tensor, seed: int = 1) -> Tensor:
+    return torch.randn(x.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(x.dtype)
+
+
+def gradients(call: Callable[..., Tensor], inputs: list[Tensor], **options: Any) -> tuple[Tensor, ...]:
+    """Of a loss that weighs every element of the output in its own way."""
+    out = call(*inputs, **options)
+    return torch.autograd.grad(out, inputs, like(out))  # type: ignore[no-any-return]
+
+
+def same(xs: Any, ys: Any) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(xs, ys, strict=True))
+
+
+# --- values ----------------------------------------------------------------------------------------------------
+
+
+@CALLS
+@pytest.mark.parametrize("causal", [False, True, "top_left"])
+@pytest.mark.parametrize("layout", ["bshd", "bhsd"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gradients_through_output_and_lse(call: Any, causal: Any, layout: str, dtype: str) -> None:
+    """B-025: against float64 autograd of dense attention."""
+    inputs = draw(dtype, layout=layout)
+    out, lse = call(*inputs, causal=causal, scale=-0.4, layout=layout, return_lse=True)
+    assert out.requires_grad and lse.requires_grad and out.is_contiguous()
+    with torch.no_grad():
+        assert same((out, lse), call(*inputs, causal=causal, scale=-0.4, layout=layout, return_lse=True))
+    dout, dlse = like(out), like(lse, 2)
+    grads = torch.autograd.grad((out, lse), inputs, (dout, dlse))
+    swap = (lambda x: x.transpose(1, 2)) if layout == "bhsd" else lambda x: x
+    expected = dense_gradients([swap(x) for x in inputs], (swap(dout), dlse), causal=causal, scale=-0.4)
+    for grad, x, reference in zip(grads, inputs, expected, strict=True):
+        assert type(grad) is torch.Tensor and grad.dtype is x.dtype and grad.shape == x.shape
+        assert_gradient(swap(grad), reference)
+
+
+@CALLS
+@pytest.mark.parametrize("causal", [False, True, "top_left"])
+@pytest.mark.parametrize("lengths", [(4, 5), (5, 3)])
+def test_gradcheck(call: Any, causal: Any, lengths: tuple[int, int]) -> None:
+    """Finite differences, also for gradients in batches. Of five queries, the bottom-right mask leaves two no key."""
+    inputs = [x.detach()[:1].requires_grad_() for x in draw(lengths=lengths)]
+    dead = max(0, lengths[0] - lengths[1]) if causal is True else 0
+
+    def live(*tensors: Tensor) -> Any:
+        out, lse = call(*tensors, causal=causal, return_lse=True)
+        return out, lse[..., dead:]  # -inf has no finite differences
+
+    assert torch.autograd.gradcheck(live, inputs, check_batched_grad=True)
+
+
+@CALLS
+def test_losses_of_one_result_or_none(call: Any) -> None:
+    inputs = draw()
+    out, lse = call(*inputs, causal=True, return_lse=True)
+    for arriving in ((like(out), None), (None, like(lse))):
+        end, grad = next((end, grad) for end, grad in zip((out, lse), arriving, strict=True) if grad is not None)
+        grads = torch.autograd.grad(end, inputs, grad, retain_graph=True)
+        for grad, reference in zip(grads, dense_gradients(inputs, arriving, causal=True), strict=True):
+            assert_gradient(grad, reference)
+
+    class Stop(torch.autograd.Function):
+        """Sends no gradient on."""
+
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> None:
+            return None
+
+    for end in (Stop.apply(out), Stop.apply(lse)):
+        grads = torch.autograd.grad(end.sum(), inputs, retain_graph=True)
+        assert all((grad == 0).all() and grad.shape == x.shape for grad, x in zip(grads, inputs, strict=True))
+
+
+@CALLS
+@pytest.mark.parametrize("needed", [x for x in product([False, True], repeat=3) if any(x)])
+def test_inputs_that_need_no_gradient(call: Any, needed: tuple[bool, ...]) -> None:
+    full = gradients(call, draw())
+    inputs = [x.requires_grad_(need) for x, need in zip(draw(), needed, strict=True)]
+    out = call(*inputs)
+    out.backward(like(out))
+    for x, need, grad in zip(inputs, needed, full, strict=True):
+        assert torch.equal(x.grad, grad) if need else x.grad is None
+
+
+@CALLS
+def test_layouts_of_what_arrives(call: Any) -> None:
+    """Expanded, transposed, lazily negated: whatever torch sends."""
+    inputs = draw()
+    out, lse = call(*inputs, causal=True, return_lse=True)
+    dout, dlse = like(out), like(lse)
+    moved = dout.permute(3, 1, 0, 2).contiguous().permute(2, 1, 3, 0)
+    assert moved.stride() != dout.stride() and torch.equal(moved, dout)
+    plain = torch.autograd.grad((out, lse), inputs, (dout, dlse), retain_graph=True)
+    for arriving in ((moved, dlse.mT.contiguous().mT), (torch._neg_view(-dout), torch._neg_view(-dlse))):
+        for grad, reference in zip(
+            torch.autograd.grad((out, lse), inputs, arriving, retain_graph=True), plain, strict=True
+        ):
+            assert_gradient(grad, reference)
+    for grad, reference in zip(
+        torch.autograd.grad(out.sum(), inputs),  # one number, expanded
+        dense_gradients(inputs, (torch.ones_like(out), None), causal=True),
+        strict=True,
+    ):
+        assert_gradient(grad, reference)
+
+
+@CALLS
+def test_layouts_of_inputs(call: Any) -> None:
+    """One tensor in all three roles; parts of a packed tensor; keys expanded over the batch."""
+    x = draw()[0]
+    keys = draw()[1].detach()[:1].requires_grad_()
+    packed = torch.stack([x.detach()] * 3, dim=3).requires_grad_()
+
+    def expanded(function: Any, q: Tensor, k: Tensor) -> Tensor:
+        k = k.expand(2, -1, -1, -1)
+        return function(q.mT.contiguous().mT, k, k)
+
+    for leaves, attend in (
+        ((x,), lambda function, x: function(x, x, x)),
+        ((packed,), lambda function, packed: function(*packed.unbind(3))),
+        ((x, keys), expanded),
+    ):
+        grads = gradients(lambda *leaves, attend=attend: attend(call, *leaves), list(leaves))
+        exact = gradients(
+            lambda *leaves, attend=attend: attend(lambda *qkv: dense_attention(*qkv)[0], *leaves), list(leaves)
+        )
+        for grad, reference in zip(grads, exact, strict=True):
+            assert_gradient(grad, reference)
+
+
+@CALLS
+def test_rows_without_keys(call: Any) -> None:
+    """Their gradients are 0, and what arrives there reaches nothing."""
+    inputs = draw(lengths=(6, 4))
+    out, lse = call(*inputs, causal=True, return_lse=True)
+    dout, dlse = like(out), like(lse)
+    dout[:, :2], dlse[..., :2] = float("nan"), float("inf")
+    grads = torch.autograd.grad((out, lse), inputs, (dout, dlse))
+    assert (grads[0][:, :2] == 0).all()
+    live = [inputs[0][:, 2:], *inputs[1:]]
+    expected = dense_gradients(live, (dout[:, 2:], dlse[..., 2:]), causal=True)
+    for grad, reference in zip((grads[0][:, 2:], *grads[1:]), expected, strict=True):
+        assert_gradient(grad, reference)
+
+
+@CALLS
+def test_empty(call: Any) -> None:
+    for batch, rows, keys, heads in ((0, 3, 4, 2), (1, 0, 4, 2), (1, 3, 0, 2), (1, 3, 4, 0)):
+        q, k, v = (torch.ones((batch, n, heads, 8), requires_grad=True) for n in (rows, keys, keys))
+        out, lse = call(q, k, v, return_lse=True)
+        (out.sum() + lse.nan_to_num(neginf=0).sum()).backward()
+        assert all(x.grad.shape == x.shape and (x.grad == 0).all() for x in (q, k, v))
+
+
+def test_readme_example() -> None:
+    assert check_training(torch, example("loss.backward()"))
+
+
+# --- autograd's rules ------------------------------------------------------------------------------------------
+
+
+@CALLS
+def test_what_is_kept(call: Any) -> None:
+    """The inputs themselves, the output and the LSE: nothing of the size of the scores, and no copy."""
+    q, k, v = draw()
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
+        out, lse = call(q, k, v, return_lse=True)
+    assert {x.data_ptr() for x in kept} == {x.data_ptr() for x in (q, k, v, out, lse)} and len(kept) == 5
+
+
+@CALLS
+@pytest.mark.parametrize("victim", range(4))
+def test_changes_in_place_are_noticed(call: Any, victim: int) -> None:
+    tensors = [2 * x for x in draw()]
+    out = call(*tensors)
+    with torch.no_grad():
+        (*tensors, out)[victim].add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+@CALLS
+def test_a_graph_is_used_once_unless_retained(call: Any) -> None:
+    inputs = draw()
+    out = call(*inputs)
+    first = torch.autograd.grad(out, inputs, like(out), retain_graph=True)
+    assert same(first, torch.autograd.grad(out, inputs, like(out)))
+    with pytest.raises(RuntimeError, match="second time"):
+        torch.autograd.grad(out, inputs, like(out))
+
+
+@CALLS
+def test_second_derivatives_are_refused(call: Any) -> None:
+    """When they are computed: ``create_graph`` by itself is fine."""
+    inputs = draw()
+    plain = gradients(call, inputs)
+    out = call(*inputs)
+    grads = torch.autograd.grad(out, inputs, like(out), create_graph=True)
+    assert same(plain, grads)
+    with pytest.raises(cuflash.UnsupportedError, match=r"second derivatives of cuflash attention.*SDPBackend\.MATH"):
+        (grads[0] ** 2).sum().backward()
+
+
+@CALLS
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointing(call: Any, reentrant: bool) -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    def step(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return call(2 * q, k, v, causal=True)
+
+    inputs = draw()
+    out = checkpoint(step, *inputs, use_reentrant=reentrant)
+    out.backward(like(out))
+    assert same(gradients(step, draw()), [x.grad for x in inputs])
+
+
+@CALLS
+def test_tensor_hooks_and_accumulation(call: Any) -> None:
+    inputs = draw()
+    expected = gradients(call, inputs)
+    q = inputs[0]
+    q.register_hook(lambda grad: 2 * grad)
+    for _ in range(2):
+        out = call(*inputs)
+        out.backward(like(out))
+    assert torch.equal(q.grad, 4 * expected[0]) and torch.equal(inputs[1].grad, 2 * expected[1])
+
+
+@CALLS
+def test_threads(call: Any) -> None:
+    """As in DataParallel: forward and backward passes at once."""
+    expected = gradients(call, draw())
+    results: list[Any] = [None] * 8
+
+    def work(place: int) -> None:
+        results[place] = gradients(call, draw())
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(len(results))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(same(expected, grads) for grads in results)
+
+
+def test_inference_tensors() -> None:
+    """torch saves none of them for a backward pass, and says so."""
+    q, k, v = draw()
+    with torch.inference_mode():
+        inside = k.clone()
+    with pytest.raises(RuntimeError, match="Inference tensors cannot be saved for backward"):
+        cuflash.torch.attention(q, inside, v)
+    with torch.inference_mode():
+        assert torch.equal(cuflash.torch.attention(q, inside, v), cuflash.attention(q, k, v))
+
+
+# --- deterministic gradients, autocast, refusals ---------------------------------------------------------------
+
+
+@pytest.fixture
+def recorded(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The value of `deterministic` in each call of `attention_backward`."""
+    values: list[Any] = []
+
+    def record(*arrays: Tensor, deterministic: Any, **options: Any) -> Any:
+        values.append(deterministic)
+        return cuflash.attention_backward(*arrays, deterministic=deterministic, **options)
+
+    monkeypatch.setattr(cuflash.torch, "attention_backward", record)
+    return values
+
+
+def test_deterministic(recorded: list[Any]) -> None:
+    """By argument, or by torch's switch as it stands when the backward pass runs."""
+    inputs = draw()
+    gradients(cuflash.torch.attention, inputs)
+    gradients(cuflash.torch.attention, inputs, deterministic=True)
+    out = cuflash.attention(*inputs)
+    torch.use_deterministic_algorithms(True)
+    try:
+        torch.autograd.grad(out, inputs, like(out))
+        torch.func.grad(lambda q: cuflash.attention(q, *inputs[1:]).sum())(inputs[0])
+    finally:
+        torch.use_deterministic_algorithms(False)
+    operator = torch.ops.cuflash.attention
+    gradients(lambda *qkv: operator(*qkv, "", None, "bshd", True)[0], inputs)
+    assert recorded == [False, True, True, True, True]
+    for tensors in (inputs, [x.detach() for x in inputs]):
+        with pytest.raises(TypeError, match=r"deterministic is 1\.5; accepted are True and False"):
+            cuflash.torch.attention(*tensors, deterministic=1.5)
+
+
+def test_autocast() -> None:
+    """cuflash.torch.attention casts as torch's own attention does; cuflash.attention takes dtypes as they are."""
+    inputs = draw("float32")
+    theirs = torch.nn.functional.scaled_dot_product_attention
+    cast = [x.detach().bfloat16().requires_grad_() for x in inputs]
+    expected = cuflash.torch.attention(*cast), gradients(cuflash.torch.attention, cast)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = cuflash.torch.attention(*inputs)
+        assert out.dtype is torch.bfloat16 is theirs(inputs[0], inputs[0], inputs[0]).dtype
+        assert torch.equal(out, expected[0])
+        mixed = cuflash.torch.attention(inputs[0], *cast[1:])
+        assert torch.equal(mixed, out)
+        assert cuflash.attention(*inputs).dtype is torch.float32
+        with torch.no_grad():
+            assert torch.equal(cuflash.torch.attention(*inputs), out)
+            assert cuflash.attention(*inputs).dtype is torch.float32
+        with torch.autocast("cpu", enabled=False):
+            assert cuflash.torch.attention(*inputs).dtype is torch.float32
+        double = draw()[0]
+        assert cuflash.torch.attention(double, double, double).dtype is theirs(double, double, double).dtype
+    grads = torch.autograd.grad(out, inputs, like(out))
+    assert all(grad.dtype is torch.float32 for grad in grads) and same([x.bfloat16() for x in grads], expected[1])
+    with pytest.raises(TypeError, match="q has dtype float32 and k bfloat16"):
+        cuflash.torch.attention(inputs[0], *cast[1:])
+
+
+def test_refusals() -> None:
+    q, k, v = draw()
+    for arguments, options, error, words in (
+        ((q.detach().numpy(), k, v), {}, TypeError, r"q is a numpy\.ndarray; cuflash\.torch\.attention takes torch"),
+        ((q, k.detach().numpy(), v), {}, TypeError, "q is a torch tensor and k a NumPy array"),
+        ((q.detach(), k, 3), {}, TypeError, r"v is a builtins\.int"),
+        ((q, k, v), {"out": torch.empty(2, 7, 4, 6).double()}, cuflash.UnsupportedError, "leave out= away"),
+        ((q, k, v), {"return_lse": "yes"}, TypeError, "return_lse is 'yes'; accepted are True and False"),
+        ((q, k, v), {"causal": 2}, ValueError, "causal is 2; accepted are"),
+        ((q, k, v), {"layout": "shape"}, ValueError, "layout is 'shape'; accepted are"),
+        ((q, k, v[0]), {}, ValueError, "v has shape .* takes four axes"),
+        ((q, k.float(), v), {}, TypeError, "q has dtype float64 and k float32"),
+        ((torch._neg_view(q), k, v), {}, cuflash.UnsupportedError, r"q\.resolve_neg\(\)"),
+        ((q.as_subclass(type("Special", (torch.Tensor,), {})), k, v), {}, TypeError, "q is a Special, a subclass of"),
+    ):
+        with pytest.raises(error, match=words):
+            cuflash.torch.attention(*arguments, **options)
+    with torch.no_grad():
+        target = torch.empty(2, 7, 4, 6).double()
+        assert cuflash.torch.attention(q, k, v, out=target) is target
+
+
+# --- operators, torch.compile, torch.func ----------------------------------------------------------------------
+
+
+def test_operators_pass_torchs_own_check() -> None:
+    q, k, v = draw()
+    operators = torch.ops.cuflash
+    torch.library.opcheck(operators.attention.default, (q, k, v, "bottom_right", 0.3, "bshd", False))
+    out, lse = (x.detach() for x in cuflash.attention(q, k, v, return_lse=True))
+    plain = [x.detach() for x in (q, k, v)]
+    for dlse in (None, like(lse)):
+        arguments = (like(out), dlse, *plain, out, lse, "", None, "bshd", True)
+        torch.library.opcheck(operators.attention_backward.default, arguments)
+
+
+@CALLS
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compiled_without_a_break(call: Any, dynamic: bool) -> None:
+    """One graph, forward and backward; the same bits as without torch.compile."""
+
+    def step(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out, lse = call(2 * q, k, v, causal=True, return_lse=True)
+        return out * 3 + lse.mT[..., None]
+
+    torch._dynamo.reset()
+    compiled = torch.compile(step, backend="aot_eager", fullgraph=True, dynamic=dynamic)
+    for lengths in ((7, 9), (5, 5)):
+        inputs = draw(lengths=lengths)
+        assert same(gradients(step, inputs), gradients(compiled, inputs))
+        with torch.no_grad():
+            assert torch.equal(step(*inputs), compiled(*inputs))
+
+
+@pytest.mark.parametrize("call", ["cuflash.attention", "cuflash.torch.attention"])
+def test_the_first_call_of_a_process_is_a_compiled_one(call: str) -> None:
+    """Nothing of cuflash is loaded when torch.compile traces it."""
+    code = f"""
+import warnings
+warnings.simplefilter("ignore")
+import torch, cuflash
+q = torch.randn(1, 4, 2, 8, requires_grad=True)
+out = torch.compile(lambda q: {call}(q, q, q), backend="eager", fullgraph=True)(q)
+out.sum().backward()
+assert torch.equal(out, {call}(q, q, q)) and q.grad is not None
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_compiled_with_autocast() -> None:
+    inputs = draw("float32")
+
+    def step(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return cuflash.torch.attention(q, k, v)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
+    assert compiled(*inputs).dtype is torch.bfloat16 and same(gradients(step, inputs), gradients(compiled, inputs))
+
+
+@CALLS
+def test_compiled_code_that_breaks_elsewhere(call: Any) -> None:
+    """What torch.compile leaves to Python calls attention as if nothing was compiled."""
+
+    def step(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        torch._dynamo.graph_break()
+        return call(q * float(k.detach().sum()), k, v, causal=True)
+
+    torch._dynamo.reset()
+    inputs = draw()
+    assert same(gradients(step, inputs), gradients(torch.compile(step, backend="aot_eager"), inputs))
+
+
+def test_errors_while_compiling_keep_their_words() -> None:
+    inputs = draw()
+    for options, words in (({"layout": "shape"}, "layout is 'shape'"), ({"scale": float("nan")}, "scale is nan")):
+        torch._dynamo.reset()
+        compiled = torch.compile(lambda *x, options=options: cuflash.torch.attention(*x, **options), backend="eager")
+        with pytest.raises(Exception, match=words):
+            compiled(*inputs)
+
+
+@CALLS
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+def test_compiled_backward_pass(call: Any) -> None:
+    """torch's compiled autograd, which traces `backward` itself."""
+    from torch._dynamo import compiled_autograd
+
+    inputs = draw()
+    expected = gradients(call, inputs)
+    torch._dynamo.reset()
+    out = call(*inputs)
+    with compiled_autograd._enable(torch.compile(backend="eager", fullgraph=True)):
+        out.backward(like(out))
+    assert same(expected, [x.grad for x in inputs])
+
+
+@CALLS
+def test_selective_checkpointing(call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A policy that keeps the operator's results makes the forward pass run once; one that does not, twice."""
+    from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+    def step(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return 2 * call(2 * q, k, v)
+
+    runs: list[int] = []
+    plain = cuflash.torch.compute
+    monkeypatch.setattr(cuflash.torch, "compute", lambda *x: runs.append(0) or plain(*x))
+    inputs = draw()
+    expected = gradients(step, inputs)
+    for kept, times in ((torch.ops.cuflash.attention.default, 1), (torch.ops.aten.mul.Tensor, 2)):
+        contexts = partial(create_selective_checkpoint_contexts, [kept])
+        runs.clear()
+        selective = partial(checkpoint, step, use_reentrant=False, context_fn=contexts)
+        assert same(expected, gradients(selective, inputs)) and len(runs) == times
+
+
+@CALLS
+def test_shapes_without_memory(call: Any) -> None:
+    from torch._subclasses import FakeTensorMode
+
+    real = call(*draw("float16"), return_lse=True)
+    with FakeTensorMode():
+        q, k, v = (torch.empty(x.shape, dtype=torch.half, requires_grad=True) for x in draw())
+        fake = call(q, k, v, return_lse=True)
+        fake[0].sum().backward()
+        assert q.grad.shape == q.shape
+    for x, y in zip(real, fake, strict=True):
+        assert (x.shape, x.dtype, x.stride()) == (y.shape, y.dtype, y.stride())
+
+
+@CALLS
+def test_tracers_see_the_operators(call: Any) -> None:
+    from torch.fx.experimental.proxy_tensor import make_fx
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    inputs = draw()
+
+    class Record(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(str(function))
+            return function(*args, **(kwargs or {}))
+
+    seen: list[str] = []
+    plain = gradients(call, inputs)
+    with Record():
+        assert same(plain, gradients(call, inputs))
+    assert {"cuflash.attention.default", "cuflash.attention_backward.default"} <= set(seen)
+    out, dout = call(*inputs), like(call(*inputs))
+    seen.clear()
+    with Record():
+        assert same(plain, torch.autograd.grad(out, inputs, dout)) and "cuflash.attention_backward.default" in seen
+    traced = make_fx(lambda *x: torch.autograd.grad(call(*x), x, dout))(*inputs)
+    assert same(plain, traced(*inputs)) and "cuflash.attention_backward" in traced.code
+
+
+@CALLS
+def test_func_grad_and_vmap(call: Any) -> None:
+    """Against a loop, whichever axis is mapped; what is not mapped serves all."""
+    q, k, v = (x.detach() for x in draw())
+    many = torch.stack([q, 2 * q, -q])
+
+    def loss(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return call(q, k, v, causal=True).square().sum()
+
+    one_by_one = [torch.func.grad(loss, argnums=(0, 1, 2))(x, k, v) for x in many]
+    exact = [
+        torch.autograd.grad(dense_attention(*leaves, causal=True)[0].square().sum(), leaves)
+        for leaves in ([y.clone().requires_grad_() for y in (x, k, v)] for x in many)
+    ]
+    for ours, theirs in zip(one_by_one, exact, strict=True):
+        for grad, reference in zip(ours, theirs, strict=True):
+            assert_gradient(grad, reference)
+    for axis in (0, 2, -1):
+        outs = torch.vmap(call, in_dims=(axis, None, None), out_dims=1)(many.movedim(0, axis), k, v)
+        torch.testing.assert_close(outs, torch.stack([call(x, k, v) for x in many], dim=1))
+        mapped = torch.vmap(torch.func.grad(loss, argnums=(0, 1, 2)), in_dims=(axis, None, None))(
+            many.movedim(0, axis), k, v
+        )
+        for grad, reference in zip(mapped, zip(*exact, strict=True), strict=True):
+            assert_gradient(grad, torch.stack(reference))
+    nested = torch.vmap(torch.vmap(lambda x: call(x, k, v)))(many[None])
+    torch.testing.assert_close(nested[0], torch.stack([call(x, k, v) for x in many]))
+    (total,) = torch.autograd.grad(torch.vmap(loss, in_dims=(0, None, None))(many, k.requires_grad_(), v).sum(), k)
+    assert_gradient(total, sum(grads[1] for grads in exact))
+
+
+def test_func_jacobian() -> None:
+    q, k, v = (x.detach()[:1, :3] for x in draw())
+    ours = torch.func.jacrev(lambda q: cuflash.attention(q, k, v))(q)
+    theirs = torch.func.jacrev(lambda q: dense_attention(q, k, v)[0])(q)
+    assert_gradient(ours, theirs)
+    old = torch.autograd.functional.jacobian(lambda q: cuflash.attention(q, k, v), q, vectorize=True)
+    assert_gradient(old, theirs)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_what_torch_func_cannot_have() -> None:
+    q, k, v = (x.detach() for x in draw())
+    call = lambda q: cuflash.torch.attention(q, k, v).sum()  # noqa: E731
+    with pytest.raises(cuflash.UnsupportedError, match="forward-mode differentiation of cuflash attention"):
+        torch.func.jvp(call, (q,), (q,))
+    operator = torch.ops.cuflash.attention
+    with pytest.raises(cuflash.UnsupportedError, match="forward-mode differentiation of cuflash attention"):
+        torch.func.jvp(lambda q: operator(q, k, v, "", None, "bshd", False)[0], (q,), (q,))
+    for backend in ("eager", "aot_eager"):
+        torch._dynamo.reset()
+        compiled = torch.compile(lambda q: torch.func.jvp(call, (q,), (q,)), backend=backend)
+        with pytest.raises(Exception, match="forward-mode differentiation of cuflash attention"):
+            compiled(q)
+    with pytest.raises(cuflash.UnsupportedError, match="second derivatives of cuflash attention"):
+        torch.func.jacrev(torch.func.jacrev(call))(q)
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(q.requires_grad_(), k.new_ones(q.shape))
+        with pytest.raises(cuflash.UnsupportedError, match="forward-mode differentiation"):
+            call(dual)
+
+
+# --- on a GPU --------------------------------------------------------------------------------------------------
+
+
+@CALLS
+def test_one_launch_with_the_lse(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, call: Any) -> None:
+    """The call of a GPU tensor is the plain one with an LSE, and its gradient the plain `attention_backward`."""
+    given: dict[str, Any] = {}
+
+    def backward(*arrays: Tensor, **options: Any) -> Any:
+        given.update(zip(("dout", "q", "k", "v", "out", "lse"), arrays, strict=True), **options)
+        return tuple(torch.full_like(x, i) for i, x in enumerate(arrays[1:4]))
+
+    monkeypatch.setattr(cuflash.torch, "attention_backward", backward)
+    inputs = [torch.nn.Parameter(torch.randn(1, 16, 2, 8).half()) for _ in range(3)]
+    for times in (1, 2):
+        out = call(*inputs, causal="top_left", scale=0.5)
+        assert len(gpu.launches) == times and len(gpu.compiled) == 1 and gpu.launches[-1].params["lse"]
+    grads = gradients(call, inputs, causal="top_left", scale=0.5)
+    assert all((grad == i).all() for i, grad in enumerate(grads))
+    plain, lse = cuflash.attention(*(x.detach() for x in inputs), causal="top_left", scale=0.5, return_lse=True)
+    assert same((out, out, lse), (plain, given["out"], given["lse"]))
+    assert all(given[name] is x for name, x in zip("qkv", inputs, strict=True))
+    options = {"causal": "top_left", "scale": 0.5, "layout": "bshd", "deterministic": False, "dlse": None}
+    assert {name: given[name] for name in options} == options
