@@ -259,19 +259,25 @@ def test_the_warp_barrier_of_the_last_kernel_is_needed() -> None:
     assert "shared race" in run.report.faults
 
 
-def _run_wrong(timing: Timing = EARLY, mutation: Mutation | None = None, mutated: str = "backward") -> None:
+def _run_wrong(
+    timing: Timing = EARLY,
+    mutation: Mutation | None = None,
+    mutated: str = "backward",
+    case: BackwardCase | None = None,
+) -> None:
     """All checks of a call whose first rows see no key, and hold NaN."""
-    tensors = {**WRONG.arguments(), **WRONG.gradients()}
+    case = case or WRONG
+    tensors = {**case.arguments(), **case.gradients()}
     tensors["dout"].view[:, :, :10] = np.nan
-    run = backward(WRONG, tensors, timing=timing, mutation=mutation, mutated=mutated, patience=PATIENCE)
-    assert_clean(WRONG, tensors, run)
+    run = backward(case, tensors, timing=timing, mutation=mutation, mutated=mutated, patience=PATIENCE)
+    assert_clean(case, tensors, run)
     tensors["dout"].view[:, :, :10] = 0
-    assert_gradients(tuple(np.array(tensors[name].view) for name in ("dq", "dk", "dv")), call_of(WRONG, tensors))
+    assert_gradients(tuple(np.array(tensors[name].view) for name in ("dq", "dk", "dv")), call_of(case, tensors))
 
 
 MAIN = {
     "no wait": Mutation("", "        cp_async_wait<kPending>();\n", ""),
-    "no barrier before the scores are read": Mutation("", "        } else {\n            cta_sync();\n", "        } else {\n"),
+    "no barrier before the scores are read": Mutation("", "} else {\n            cta_sync();\n", "} else {\n"),
     "no barrier before staging": Mutation("", "   cta_sync();\n        if (range()", "   if (range()"),
     "copies into the stage in use": Mutation("", "loader(*this, stage(1))", "loader(*this, stage())"),
     "another swizzle on one side": Mutation("device/tile.cuh", "(chunk ^ (row & 7))", "(chunk ^ (row & 3))"),
@@ -283,8 +289,8 @@ MAIN = {
     "no scale": Mutation("", "dk, p.scale)", "dk, 1.f)"),
     "one warp's own queries twice": Mutation("", "(at.share + i) % kShares", "at.share"),
     "all warps the same columns of dQ": Mutation("", "columns{warp / kQueryWarps}", "columns{0 * warp}"),
-    "dead rows stay": Mutation("", "if (cta_sync_or(copied_dead_row(at))) clear_dead_rows(at);", "cta_sync();"),
-    "a turn is never released": Mutation("", "if (of_same_head || head > 0) st_release_gpu", "if (false) st_release_gpu"),
+    "dead rows stay": Mutation("", "cta_sync_or(copied_dead_row(at))", "cta_sync_or(false)"),
+    "a turn is never released": Mutation("", "(of_same_head || head > 0) st", "(false) st"),
     "rows beyond the end are stored": Mutation("device/chunk_io.cuh", "row >= rows_left", "false"),
 }  # fmt: skip
 ROWS = {
@@ -317,6 +323,23 @@ def test_a_wrong_kernel_is_seen(mutated: str, name: str) -> None:
 
 def test_without_a_fault_it_passes() -> None:
     _run_wrong()
+    _run_wrong(case=AHEAD)
+
+
+AHEAD = replace(WRONG, config=replace(WRONG.config, q_stages=3, dout_stages=3))  # type: ignore[type-var]
+WRONG_AHEAD = {
+    "one buffer of the scores": Mutation("", "(phase & 1) * 2", "0 * 2"),
+    "the next tile is not waited for": Mutation("", "receive<0>(stage(1));", "cta_sync();"),
+    "copies into the next tile": Mutation("", "loader(*this, stage(2))", "loader(*this, stage(1))"),
+    "no barrier at all": Mutation("", "cta_sync_or(copied_dead_row(at))", "false"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_AHEAD)
+def test_a_wrong_kernel_whose_warps_run_ahead_is_seen(name: str) -> None:
+    with pytest.raises(AssertionError):
+        for timing in (Timing(False, 1), Timing(True, 2)):
+            _run_wrong(timing, WRONG_AHEAD[name], case=AHEAD)
 
 
 def test_vectors_and_scalars_add_to_the_same_sums() -> None:
