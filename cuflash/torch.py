@@ -310,13 +310,15 @@ def _map(function: Callable[..., Any], info: Any, in_dims: tuple[int | None, ...
     """One call for a batch of calls: their batches, the first axis of every tensor, laid end to end."""
     size = info.batch_size
 
-    def fold(x: Any, dim: int | None) -> Any:
-        if not isinstance(x, torch.Tensor):
-            return x
-        return (x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)).flatten(0, 1)
+    def unfolded(x: Tensor, dim: int | None) -> Tensor:
+        return x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
 
+    def fold(x: Any, dim: int | None) -> Any:
+        return unfolded(x, dim).flatten(0, 1) if isinstance(x, torch.Tensor) else x
+
+    batch = unfolded(arguments[0], in_dims[0]).shape[1]
     results = function(*map(fold, arguments, in_dims))
-    return tuple(x.unflatten(0, (size, x.shape[0] // size)) for x in results), (0,) * len(results)
+    return tuple(x.unflatten(0, (size, batch)) for x in results), (0,) * len(results)
 
 
 OPTIONS = "str causal, float? scale, str layout, bool deterministic"

@@ -586,6 +586,18 @@ def test_func_grad_and_vmap(call: Any) -> None:
     assert_gradient(total, sum(grads[1] for grads in exact))
 
 
+@CALLS
+def test_a_map_over_nothing(call: Any) -> None:
+    """Shapes of results and gradients, as if there were something."""
+    q, k, v = (x.detach() for x in draw())
+    none = q.new_empty(0, *q.shape)
+    outs, lses = torch.vmap(lambda q: call(q, k, v, return_lse=True))(none)
+    out, lse = call(q, k, v, return_lse=True)
+    assert outs.shape == (0, *out.shape) and lses.shape == (0, *lse.shape)
+    mapped = torch.vmap(torch.func.grad(lambda q, k: call(q, k, v).sum(), argnums=(0, 1)), in_dims=(0, None))(none, k)
+    assert [grad.shape for grad in mapped] == [(0, *q.shape), (0, *k.shape)]
+
+
 def test_func_jacobian() -> None:
     q, k, v = (x.detach()[:1, :3] for x in draw())
     ours = torch.func.jacrev(lambda q: cuflash.attention(q, k, v))(q)
