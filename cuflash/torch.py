@@ -28,7 +28,7 @@ from .api import compute
 from .arrays import bridge
 from .arrays.torch_arrays import LABEL, dispatch_modes, is_compiling, transformed
 from .backward import attention_backward
-from .checks import check_causal, check_flag, check_layout, check_shapes
+from .checks import check_causal, check_flag, check_layout, check_number, check_shapes
 from .errors import UnsupportedError
 from .request import AXES
 
@@ -254,7 +254,9 @@ def _gradients(
 
 def _operator_options(causal: Any, scale: Any, layout: Any, deterministic: Any) -> tuple[str, Any, Any, bool]:
     """The options as the operators take them, each of one type: no mask is ""."""
-    return check_causal(causal) or "", scale, layout, bool(deterministic)
+    if scale is not None and type(scale) is not float:
+        scale = check_number(scale)
+    return check_causal(causal) or "", scale, check_layout(layout), bool(deterministic)
 
 
 def _refuse_forward_mode() -> None:
