@@ -201,6 +201,20 @@ def test_scores_of_large_magnitude(shift: float) -> None:
         assert np.isfinite(tensors[name].view.astype(np.float32)).all()
 
 
+@pytest.mark.parametrize(("lengths", "causal"), [((40, 50), False), ((70, 50), "top_left")])
+def test_keys_beyond_the_last_add_nothing_however_large_the_delta(lengths: tuple[int, int], causal: Any) -> None:
+    """Theirs would be probabilities of 1 here, and -delta is infinite in fp16: NaN times the zeros of their K."""
+    case = with_config(BackwardCase(lengths, (64, 64), (1, 1), scale=1.0, dtype="float16", causal=causal), **SMALL)
+    values = {name: np.full_like(x, -1 if name == "q" else 1) for name, x in case.values().items()}
+    tensors = {**case.arguments(values), **case.gradients()}
+    tensors["dout"].view[...] = 2000  # delta: 128000; all of dS is 0
+    assert tensors["lse"].view.max() < 0
+    assert_clean(case, tensors, backward(case, tensors))
+    for name in ("dq", "dk"):
+        np.testing.assert_allclose(tensors[name].view.astype(np.float32), 0, atol=2)
+    assert np.isfinite(tensors["dv"].view.astype(np.float32)).all()
+
+
 @pytest.mark.parametrize("scale", [0.0, -0.4, 1e-30, 2.0])
 def test_scales(scale: float) -> None:
     check(with_config(BackwardCase((40, 70), (64, 64), (2, 1), causal="top_left", scale=scale), **SMALL))
