@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 __all__ = ["attention_backward"]
 
 INPUTS = ("q", "k", "v", "dout", "out", "lse", "dlse")
+ROW_INPUTS = ("lse", "dlse")
+"""Of float32 (float64 for float64)."""
 GRADS = ("grads[0]", "grads[1]", "grads[2]")
 
 
@@ -159,11 +161,17 @@ def _plan_key(kind: Kind, arrays: Mapping[str, Any], options: Mapping[str, Any])
     if GRADS[0] in arrays:
         return None
     try:
-        geometry = [kind.geometry(arrays[name]) for name in INPUTS if name in arrays]
-        bits = 0
-        for _, address in geometry:
-            bits |= address
-        key = (*(form for form, _ in geometry), bits & 15, *options.values())
+        forms = []
+        bits = row_bits = 0  # LSEs are accessed by other rules: how they lie says nothing about the rest
+        for name in INPUTS:
+            if name in arrays:
+                form, address = kind.geometry(arrays[name])
+                forms.append(form)
+                if name in ROW_INPUTS:
+                    row_bits |= address
+                else:
+                    bits |= address
+        key = (*forms, bits & 15, row_bits & 3, *options.values())
         hash(key)
     except (AttributeError, TypeError, RuntimeError):  # not arrays of this kind, or not hashable: to be refused
         return None

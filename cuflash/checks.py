@@ -111,17 +111,22 @@ def check_causal(causal: Any) -> Causal:
     )
 
 
-def _check_scale(scale: Any, q: Operand) -> float:
-    if scale is None:
-        return 1 / math.sqrt(q.shape[3])
+def check_number(scale: Any) -> float:
+    """A scale that is given, as a float: infinite where it is beyond those."""
     if not isinstance(scale, BOOLEAN):
         raise TypeError(
             f"scale is a {type(scale).__qualname__}; accepted are real numbers and None (= 1/sqrt(head dim))"
         )
     try:
-        value = float(scale)
+        return float(scale)
     except OverflowError:  # an integer beyond float64
-        value = math.inf
+        return math.inf
+
+
+def _check_scale(scale: Any, q: Operand) -> float:
+    if scale is None:
+        return 1 / math.sqrt(q.shape[3])
+    value = check_number(scale)
     if not math.isfinite(value):
         raise ValueError(f"scale is {value}; accepted is any finite number")
     if q.device != CPU and abs(value) * LOG2_E > FLOAT32_MAX:

@@ -294,9 +294,10 @@ class BackwardConfig(KernelConfig):
     warps : int
         Warps of a thread block: ``key_warps`` times a power of two, which share the queries of P^T and the columns of
         dK and dV. ``block_m / 32`` of them lie side by side along the queries of dQ.
-    q_stages, dout_stages : {1, 2}
+    q_stages, dout_stages : {1, 2, 3}
         Buffers of Q and dO. With two, the next tile arrives while one is in work; with one, when its last product is
-        done, at the price of a barrier.
+        done, at the price of a barrier. With three, which both must have, there are two buffers of P^T and dS^T as
+        well, and one barrier a step instead of two.
     ctas : int
         Thread blocks that share a multiprocessor.
     """
@@ -321,8 +322,15 @@ class BackwardConfig(KernelConfig):
         if self.block_m % 32 or self.warps % (self.block_m // 32):
             raise ValueError(f"block_m is {self.block_m}; accepted are multiples of 32 that divide 32 * warps")
         for name, stages in (("q_stages", self.q_stages), ("dout_stages", self.dout_stages)):
-            if stages not in (1, 2):
-                raise ValueError(f"{name} is {stages}; accepted are 1 and 2")
+            if stages not in (1, 2, 3) or (stages == 3) != self.runs_ahead:
+                raise ValueError(
+                    f"{name} is {stages}; accepted are 1 and 2, and 3 for both of q_stages and dout_stages"
+                )
+
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether warps may be a step apart."""
+        return self.q_stages == 3
 
     @property
     def threads(self) -> int:
@@ -351,9 +359,8 @@ class BackwardConfig(KernelConfig):
             ("v_and_dv", self.block_n * pitch_v),
             *((f"q{i}", self.block_m * pitch_k) for i in range(self.q_stages)),
             *((f"dout{i}", self.block_m * pitch_v) for i in range(self.dout_stages)),
-            ("p", scores),
-            ("ds", scores),
-            *((f"rows{i}", self.block_m * ROW_CONSTANT_BYTES) for i in range(2)),
+            *((f"{name}{i}", scores) for i in range(2 if self.runs_ahead else 1) for name in ("p", "ds")),
+            *((f"rows{i}", self.block_m * ROW_CONSTANT_BYTES) for i in range(3 if self.runs_ahead else 2)),
         ]
 
 

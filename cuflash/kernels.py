@@ -298,7 +298,7 @@ def shipped_problems(arch: str) -> Iterator[AttentionProblem]:
         yield from variants_by_length(AttentionProblem(d, dv, dtype, mask, 16, False, arch))
     for d, mask in product((64, 128, 256), MASKS):
         base = AttentionProblem(d, d, "bfloat16", mask, 16, False, arch)
-        yield replace(base, scale_first=True)
+        yield from variants_by_length(replace(base, scale_first=True))
         for access_bytes in () if arch in TMA_TARGETS.values() else (8, 4, 2):
             yield replace(base, access_bytes=access_bytes)
     if arch not in TMA_TARGETS.values():

@@ -28,7 +28,7 @@ from .api import compute
 from .arrays import bridge
 from .arrays.torch_arrays import LABEL, dispatch_modes, is_compiling, transformed
 from .backward import attention_backward
-from .checks import check_causal, check_flag, check_layout, check_shapes
+from .checks import check_causal, check_flag, check_layout, check_number, check_shapes
 from .errors import UnsupportedError
 from .request import AXES
 
@@ -254,7 +254,9 @@ def _gradients(
 
 def _operator_options(causal: Any, scale: Any, layout: Any, deterministic: Any) -> tuple[str, Any, Any, bool]:
     """The options as the operators take them, each of one type: no mask is ""."""
-    return check_causal(causal) or "", scale, layout, bool(deterministic)
+    if scale is not None and type(scale) is not float:
+        scale = check_number(scale)
+    return check_causal(causal) or "", scale, check_layout(layout), bool(deterministic)
 
 
 def _refuse_forward_mode() -> None:
@@ -310,13 +312,15 @@ def _map(function: Callable[..., Any], info: Any, in_dims: tuple[int | None, ...
     """One call for a batch of calls: their batches, the first axis of every tensor, laid end to end."""
     size = info.batch_size
 
-    def fold(x: Any, dim: int | None) -> Any:
-        if not isinstance(x, torch.Tensor):
-            return x
-        return (x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)).flatten(0, 1)
+    def unfolded(x: Tensor, dim: int | None) -> Tensor:
+        return x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
 
+    def fold(x: Any, dim: int | None) -> Any:
+        return unfolded(x, dim).flatten(0, 1) if isinstance(x, torch.Tensor) else x
+
+    batch = unfolded(arguments[0], in_dims[0]).shape[1]
     results = function(*map(fold, arguments, in_dims))
-    return tuple(x.unflatten(0, (size, x.shape[0] // size)) for x in results), (0,) * len(results)
+    return tuple(x.unflatten(0, (size, batch)) for x in results), (0,) * len(results)
 
 
 OPTIONS = "str causal, float? scale, str layout, bool deterministic"

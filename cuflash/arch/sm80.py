@@ -114,8 +114,12 @@ LARGE = ("sm_90", "sm_100")
 """227 KiB of shared memory for a block."""
 
 BACKWARD = (
-    _backward_row((*LARGE, "sm_80"), 64, 128, 128, key_warps=4, reason="a warp has 32 keys x 64 queries of P^T"),
-    _backward_row((*LARGE, "sm_80"), 128, 64, 128, key_warps=4, reason="dK and dV take 128 registers; 161 KiB"),
+    _backward_row(
+        LARGE, 64, 64, 64, key_warps=2, warps=4, ctas=3, reason="small enough for three blocks, which hide exponentials"
+    ),
+    _backward_row(("sm_80",), 64, 64, 64, key_warps=2, warps=4, ctas=2, reason="two blocks within 164 KiB"),
+    _backward_row(("sm_90",), 128, 64, 128, key_warps=4, stages=(3, 3), reason="one barrier a step; 226 KiB"),
+    _backward_row(("sm_80", "sm_100"), 128, 64, 128, key_warps=4, reason="161 KiB; three stages spill on sm_100"),
     _backward_row(LARGE, 256, 64, 64, key_warps=2, reason="dK and dV take 128 registers; 209 KiB"),
     _backward_row(("sm_80",), 256, 64, 64, key_warps=2, stages=(1, 1), reason="145 KiB of 163"),
     _backward_row(SMALL, 64, 64, 128, key_warps=4, reason="97 KiB of 99"),

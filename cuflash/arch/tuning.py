@@ -51,5 +51,6 @@ def row_for(table: Iterable[Row[Config]], problem: AttentionProblem) -> Row[Conf
     rows = [row for row in table if row.serves(problem)]
     if not rows:
         dims = f"{problem.head_dim} and {problem.head_dim_v}{', few queries,' if problem.short else ''}"
-        raise UnsupportedError(f"no tuning row for head dims {dims} on {problem.arch}: add one in cuflash/arch")
+        advice = "leave short away, or add one" if problem.short else "add one"
+        raise UnsupportedError(f"no tuning row for head dims {dims} on {problem.arch}: {advice} in cuflash/arch")
     return min(rows, key=lambda row: row.head_dim + row.head_dim_v)

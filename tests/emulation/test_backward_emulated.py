@@ -83,7 +83,9 @@ def test_access_widths(access_bytes: int, d: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "shape", [(64, 32, 1, 4, 1, 1), (32, 64, 4, 4, 1, 2), (64, 64, 2, 8, 2, 1), (128, 32, 2, 4, 2, 2)], ids=str
+    "shape",
+    [(64, 32, 1, 4, 1, 1), (32, 64, 4, 4, 1, 2), (64, 64, 2, 8, 2, 1), (128, 32, 2, 4, 2, 2), (32, 32, 2, 4, 3, 3)],
+    ids=str,
 )
 def test_any_stages_and_grid_of_warps(shape: tuple[int, ...]) -> None:
     changes = dict(zip(("block_m", "block_n", "key_warps", "warps", "q_stages", "dout_stages"), shape, strict=True))
@@ -199,6 +201,20 @@ def test_scores_of_large_magnitude(shift: float) -> None:
         assert np.isfinite(tensors[name].view.astype(np.float32)).all()
 
 
+@pytest.mark.parametrize(("lengths", "causal"), [((40, 50), False), ((70, 50), "top_left")])
+def test_keys_beyond_the_last_add_nothing_however_large_the_delta(lengths: tuple[int, int], causal: Any) -> None:
+    """Theirs would be probabilities of 1 here, and -delta is infinite in fp16: NaN times the zeros of their K."""
+    case = with_config(BackwardCase(lengths, (64, 64), (1, 1), scale=1.0, dtype="float16", causal=causal), **SMALL)
+    values = {name: np.full_like(x, -1 if name == "q" else 1) for name, x in case.values().items()}
+    tensors = {**case.arguments(values), **case.gradients()}
+    tensors["dout"].view[...] = 2000  # delta: 128000; all of dS is 0
+    assert tensors["lse"].view.max() < 0
+    assert_clean(case, tensors, backward(case, tensors))
+    for name in ("dq", "dk"):
+        np.testing.assert_allclose(tensors[name].view.astype(np.float32), 0, atol=2)
+    assert np.isfinite(tensors["dv"].view.astype(np.float32)).all()
+
+
 @pytest.mark.parametrize("scale", [0.0, -0.4, 1e-30, 2.0])
 def test_scales(scale: float) -> None:
     check(with_config(BackwardCase((40, 70), (64, 64), (2, 1), causal="top_left", scale=scale), **SMALL))
@@ -219,12 +235,13 @@ def test_a_block_waits_for_its_turn() -> None:
 def test_a_block_that_does_not_wait_is_seen() -> None:
     """The same order without the wait: other bits, and turns that go back."""
     patient, hasty = ({**TURNS.arguments(), **TURNS.gradients()} for _ in range(2))
-    assert_clean(TURNS, patient, backward(TURNS, patient))
+    right = backward(TURNS, patient)
+    assert_clean(TURNS, patient, right)
     no_wait = Mutation("", "while (ld_acquire_gpu(", "if (ld_acquire_gpu(")
     run = backward(TURNS, hasty, mutation=no_wait, reverse=True)
     with pytest.raises(AssertionError):
         assert_clean(TURNS, hasty, run)
-    assert not np.array_equal(patient["dq"].view, hasty["dq"].view)
+    assert not np.array_equal(right.workspace["dq_sums"].view, run.workspace["dq_sums"].view)
 
 
 def test_without_turns_any_order_is_right() -> None:
@@ -256,21 +273,27 @@ def test_the_warp_barrier_of_the_last_kernel_is_needed() -> None:
     assert "shared race" in run.report.faults
 
 
-def _run_wrong(timing: Timing = EARLY, mutation: Mutation | None = None, mutated: str = "backward") -> None:
+def _run_wrong(
+    timing: Timing = EARLY,
+    mutation: Mutation | None = None,
+    mutated: str = "backward",
+    case: BackwardCase | None = None,
+) -> None:
     """All checks of a call whose first rows see no key, and hold NaN."""
-    tensors = {**WRONG.arguments(), **WRONG.gradients()}
+    case = case or WRONG
+    tensors = {**case.arguments(), **case.gradients()}
     tensors["dout"].view[:, :, :10] = np.nan
-    run = backward(WRONG, tensors, timing=timing, mutation=mutation, mutated=mutated, patience=PATIENCE)
-    assert_clean(WRONG, tensors, run)
+    run = backward(case, tensors, timing=timing, mutation=mutation, mutated=mutated, patience=PATIENCE)
+    assert_clean(case, tensors, run)
     tensors["dout"].view[:, :, :10] = 0
-    assert_gradients(tuple(np.array(tensors[name].view) for name in ("dq", "dk", "dv")), call_of(WRONG, tensors))
+    assert_gradients(tuple(np.array(tensors[name].view) for name in ("dq", "dk", "dv")), call_of(case, tensors))
 
 
 MAIN = {
-    "no wait": Mutation("", "        cp_async_wait<0>();\n        if (cta_sync_or", "        if (cta_sync_or"),
-    "no barrier before the scores are read": Mutation("", "turn(head, m);\n        cta_sync();", "turn(head, m);"),
-    "no barrier before staging": Mutation("", "   cta_sync();\n        release_turn", "   release_turn"),
-    "copies into the stage in use": Mutation("", "const int other = stage ^ 1;", "const int other = stage;"),
+    "no wait": Mutation("", "        cp_async_wait<kPending>();\n", ""),
+    "no barrier before the scores are read": Mutation("", "} else {\n            cta_sync();\n", "} else {\n"),
+    "no barrier before staging": Mutation("", "   cta_sync();\n        if (range()", "   if (range()"),
+    "copies into the stage in use": Mutation("", "loader(*this, stage(1))", "loader(*this, stage())"),
     "another swizzle on one side": Mutation("device/tile.cuh", "(chunk ^ (row & 7))", "(chunk ^ (row & 3))"),
     "mask one key short": Mutation("", "(e & 1) > last_key", "(e & 1) >= last_key"),
     "too many tiles taken for full": Mutation("", "n0 + kBlockN - 1 - p.causal_offset", "n0 - p.causal_offset"),
@@ -280,8 +303,8 @@ MAIN = {
     "no scale": Mutation("", "dk, p.scale)", "dk, 1.f)"),
     "one warp's own queries twice": Mutation("", "(at.share + i) % kShares", "at.share"),
     "all warps the same columns of dQ": Mutation("", "columns{warp / kQueryWarps}", "columns{0 * warp}"),
-    "dead rows stay": Mutation("", "if (cta_sync_or(copied_dead_row())) clear_dead_rows();", "cta_sync();"),
-    "a turn is never released": Mutation("", "st_release_gpu((int*)p.turns + added, n_tile + 1)", "(void)0"),
+    "dead rows stay": Mutation("", "cta_sync_or(copied_dead_row(at))", "cta_sync_or(false)"),
+    "a turn is never released": Mutation("", "(of_same_head || head > 0) st", "(false) st"),
     "rows beyond the end are stored": Mutation("device/chunk_io.cuh", "row >= rows_left", "false"),
 }  # fmt: skip
 ROWS = {
@@ -314,6 +337,23 @@ def test_a_wrong_kernel_is_seen(mutated: str, name: str) -> None:
 
 def test_without_a_fault_it_passes() -> None:
     _run_wrong()
+    _run_wrong(case=AHEAD)
+
+
+AHEAD = replace(WRONG, config=replace(WRONG.config, q_stages=3, dout_stages=3))  # type: ignore[type-var]
+WRONG_AHEAD = {
+    "one buffer of the scores": Mutation("", "(phase & 1) * 2", "0 * 2"),
+    "the next tile is not waited for": Mutation("", "receive<0>(stage(1));", "cta_sync();"),
+    "copies into the next tile": Mutation("", "loader(*this, stage(2))", "loader(*this, stage(1))"),
+    "no barrier at all": Mutation("", "cta_sync_or(copied_dead_row(at))", "false"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_AHEAD)
+def test_a_wrong_kernel_whose_warps_run_ahead_is_seen(name: str) -> None:
+    with pytest.raises(AssertionError):
+        for timing in (Timing(False, 1), Timing(True, 2)):
+            _run_wrong(timing, WRONG_AHEAD[name], case=AHEAD)
 
 
 def test_vectors_and_scalars_add_to_the_same_sums() -> None:

@@ -155,6 +155,32 @@ def test_a_misplaced_lse_is_refused(gpu: FakeGpu) -> None:
         cuflash.attention_backward(**given, layout="bhsd")
 
 
+def misplaced(gpu: FakeGpu, x: np.ndarray, offset: int) -> Any:
+    """A copy that lies ``offset`` bytes beyond a multiple of 16."""
+    raw = np.zeros(x.nbytes + 32, np.uint8)
+    placed = np.ndarray(x.shape, x.dtype, raw.data, -raw.ctypes.data % 16 + offset)
+    placed[...] = x
+    return gpu.array(placed)
+
+
+@pytest.mark.parametrize("rows", ["lse", "dlse"])
+def test_a_plan_does_not_take_a_misplaced_lse_for_another_array(gpu: FakeGpu, rows: str) -> None:
+    """The same bits of all addresses together, first from an LSE and then from q, and the reverse."""
+    arrays = draw()
+    for moved, access_bytes in ((rows, 16), ("q", 4)):
+        given = {name: misplaced(gpu, x, 4 * (name == moved)) for name, x in arrays.items()}
+        cuflash.attention_backward(**given, layout="bhsd")
+        assert [launch.loaded.problem.access_bytes for launch in gpu.launches[-3:]] == 3 * [access_bytes]
+    for moved in ("q", rows):
+        given = {name: misplaced(gpu, x, 2 * (name == moved)) for name, x in arrays.items()}
+        if moved == rows:
+            with pytest.raises(ValueError, match=f"{rows} lies at address .* must be multiples of the element size, 4"):
+                cuflash.attention_backward(**given, layout="bhsd")
+        else:
+            cuflash.attention_backward(**given, layout="bhsd")
+    assert len(gpu.launches) == 9
+
+
 # --- plans -----------------------------------------------------------------------------------------------------
 
 

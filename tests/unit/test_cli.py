@@ -361,6 +361,7 @@ def test_compile_all_is_every_shipped_kernel():
         (["--arch", "sm_90", "--access-bytes", "8"], ["sm_90"]),
         (["--arch", "sm_90", "--head-dim", "60"], ["sm_90"]),
         (["--arch", "sm_100"], ["sm_100"]),
+        (["--arch", "sm_90", "--head-dim", "64", "--causal", "--short"], ["sm_90a"]),
     ],
     ids=" ".join,
 )
@@ -369,6 +370,11 @@ def test_compile_makes_all_kernels_that_a_hopper_device_takes(options, targets):
 
     jobs = compile_command.kernel_jobs(parser().parse_args(["compile", *options]))
     assert [problem.arch for problem, _ in jobs] == targets
+
+
+def test_compile_says_where_few_queries_have_no_variant(capsys):
+    assert main(["compile", "--arch", "sm_90", "--head-dim", "128", "--causal", "--short"]) == 1
+    assert "few queries, on sm_90: leave short away" in error_line(capsys)
 
 
 def test_hopper_kernels_take_no_narrow_accesses(capsys):

@@ -481,6 +481,7 @@ def test_shipped_kernels() -> None:
     assert {problem.access_bytes for problem in shipped} == {16}
     short = [problem for problem in shipped if problem.short]
     assert {(problem.head_dim, problem.mask) for problem in short} == {(32, "causal"), (64, "causal")}
+    assert all(variant in shipped for problem in shipped for variant in kernels.variants_by_length(problem))
     assert len(shipped) == len(kernels.SHIPPED_HEAD_DIMS) * len(DTYPES) * len(MASKS) + 3 * len(MASKS) + len(short)
     symbols = {kernels.symbol(problem, kernels.select_config(problem)) for problem in shipped}
     assert len(symbols) == len(shipped) and all(symbol.startswith("cuflash_fwd_sm90_d") for symbol in symbols)

@@ -7,11 +7,13 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
+from fractions import Fraction
 from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import cuflash
@@ -474,11 +476,37 @@ def test_compiled_code_that_breaks_elsewhere(call: Any) -> None:
 
 def test_errors_while_compiling_keep_their_words() -> None:
     inputs = draw()
-    for options, words in (({"layout": "shape"}, "layout is 'shape'"), ({"scale": float("nan")}, "scale is nan")):
+    for options, words in (
+        ({"layout": "shape"}, "layout is 'shape'"),
+        ({"layout": None}, "layout is None; accepted are 'bshd'"),
+        ({"scale": float("nan")}, "scale is nan"),
+        ({"scale": "x"}, "scale is a str; accepted are real numbers"),
+        ({"scale": torch.tensor(0.5)}, "scale is a Tensor; accepted are real numbers"),
+    ):
         torch._dynamo.reset()
         compiled = torch.compile(lambda *x, options=options: cuflash.torch.attention(*x, **options), backend="eager")
         with pytest.raises(Exception, match=words):
             compiled(*inputs)
+
+
+@pytest.mark.parametrize("scale", [np.float32(0.3), np.float64(0.3), np.int64(2), Fraction(1, 4)], ids=repr)
+def test_every_kind_of_number_is_a_scale_for_operators(scale: Any) -> None:
+    """Under torch.compile, which makes tensors of NumPy's numbers, and under a dispatch mode, as in a plain call."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Pass(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return function(*args, **(kwargs or {}))
+
+    inputs = draw()
+    torch._dynamo.reset()
+    expected = cuflash.attention(*inputs, scale=float(scale))
+    compiled = torch.compile(lambda *x: cuflash.attention(*x, scale=scale), backend="aot_eager")
+    assert torch.equal(compiled(*inputs), expected)
+    with Pass():
+        assert torch.equal(cuflash.attention(*inputs, scale=scale), expected)
+        with pytest.raises(TypeError, match="scale is a Tensor"):
+            cuflash.attention(*inputs, scale=torch.tensor(0.5))
 
 
 @CALLS
@@ -584,6 +612,18 @@ def test_func_grad_and_vmap(call: Any) -> None:
     torch.testing.assert_close(nested[0], torch.stack([call(x, k, v) for x in many]))
     (total,) = torch.autograd.grad(torch.vmap(loss, in_dims=(0, None, None))(many, k.requires_grad_(), v).sum(), k)
     assert_gradient(total, sum(grads[1] for grads in exact))
+
+
+@CALLS
+def test_a_map_over_nothing(call: Any) -> None:
+    """Shapes of results and gradients, as if there were something."""
+    q, k, v = (x.detach() for x in draw())
+    none = q.new_empty(0, *q.shape)
+    outs, lses = torch.vmap(lambda q: call(q, k, v, return_lse=True))(none)
+    out, lse = call(q, k, v, return_lse=True)
+    assert outs.shape == (0, *out.shape) and lses.shape == (0, *lse.shape)
+    mapped = torch.vmap(torch.func.grad(lambda q, k: call(q, k, v).sum(), argnums=(0, 1)), in_dims=(0, None))(none, k)
+    assert [grad.shape for grad in mapped] == [(0, *q.shape), (0, *k.shape)]
 
 
 def test_func_jacobian() -> None:
