@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
+from unittest import mock
 
 import ml_dtypes
 import numpy as np
@@ -135,10 +136,11 @@ def target() -> str:
 
 
 def tile(d: int, dv: int, dtype: str, causal: object, access_bytes: int = 16) -> tuple[int, int]:
-    """(block_m, block_n) of the kernel that such a call takes on this device."""
+    """(block_m, block_n) of the kernel that such a call takes on this device, if it has few queries."""
     mask = "causal" if causal else "full"
     arch = kernels.device_targets(target(), access_bytes)[-1]
-    config = kernels.select_config(AttentionProblem(d, dv, dtype, mask, access_bytes, False, arch))  # type: ignore[arg-type]
+    problem = AttentionProblem(d, dv, dtype, mask, access_bytes, False, arch)  # type: ignore[arg-type]
+    config = kernels.select_config(list(kernels.variants_by_length(problem))[-1])
     return config.block_m, config.block_n
 
 
@@ -175,7 +177,7 @@ def compile_variant(variant: Variant) -> Compiled:
 
 @contextmanager
 def kernel_in_use(variant: Variant, compiled: Compiled) -> Iterator[None]:
-    """Inside, calls that need the kernel of the variant's problem take ``compiled``; at least one must."""
+    """Inside, calls that need the kernel of the variant's problem, but for their length, take it; at least one must."""
     from cuflash import counters, driver, jit
 
     problem, config, _ = variant
@@ -185,7 +187,9 @@ def kernel_in_use(variant: Variant, compiled: Compiled) -> Iterator[None]:
         counters.prepare(device)
     loaded = jit.LoadedKernel(kernel, problem, config, compiled, "compiled")
     usual = jit._loaded.get((problem, device))
-    with kernels.use_family(config.family):  # which also forgets plans, at both ends
+    is_short = kernels.sm90.is_short
+    lengths = mock.patch.object(kernels.sm90, "is_short", lambda asked, _: problem.short and is_short(asked, 0))
+    with kernels.use_family(config.family), lengths:  # the first of which also forgets plans, at both ends
         jit._loaded[problem, device] = loaded
         try:
             yield

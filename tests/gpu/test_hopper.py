@@ -66,9 +66,11 @@ def use(request: pytest.FixtureRequest) -> Any:
     return in_use
 
 
-def kernel(d: int, dv: int, dtype: str, mask: str, *mutations: Mutation, **changes: Any) -> Variant:
+def kernel(
+    d: int, dv: int, dtype: str, mask: str, *mutations: Mutation, short: bool = False, **changes: Any
+) -> Variant:
     """The table's kernel for a problem, with changes of its config and of its text."""
-    problem = AttentionProblem(d, dv, dtype, mask, 16, False, TARGET)  # type: ignore[arg-type]
+    problem = AttentionProblem(d, dv, dtype, mask, 16, False, TARGET, short=short)  # type: ignore[arg-type]
     return Variant(problem, replace(select_config(problem), **changes), mutations)
 
 
@@ -79,8 +81,10 @@ def name(value: object) -> str | None:
 
 def table(dtypes: tuple[str, ...], *mutations: Mutation) -> list[Variant]:
     """A kernel for each row of the tuning table."""
-    rows = ((row.head_dim, row.head_dim_v, mask) for row in FORWARD for mask in row.masks)
-    return [kernel(d, dv, dtype, mask, *mutations) for (d, dv, mask), dtype in product(rows, dtypes)]
+    rows = ((row.head_dim, row.head_dim_v, mask, row.short) for row in FORWARD for mask in row.masks)
+    return [
+        kernel(d, dv, dtype, mask, *mutations, short=short) for (d, dv, mask, short), dtype in product(rows, dtypes)
+    ]
 
 
 def draw(variant: Variant, lengths: tuple[int, int], heads: tuple[int, int], batch: int = 1) -> tuple[Array, ...]:
