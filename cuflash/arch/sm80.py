@@ -118,6 +118,8 @@ BACKWARD = (
         LARGE, 64, 64, 64, key_warps=2, warps=4, ctas=3, reason="small enough for three blocks, which hide exponentials"
     ),
     _backward_row(("sm_80",), 64, 64, 64, key_warps=2, warps=4, ctas=2, reason="two blocks within 164 KiB"),
+    _backward_row(("sm_90",), 96, 64, 128, key_warps=4, stages=(3, 3), reason="one barrier a step; 226 KiB, as at 128"),
+    _backward_row(("sm_90",), 112, 64, 128, key_warps=4, reason="two stages, since three spill 52 bytes"),
     _backward_row(("sm_90",), 128, 64, 128, key_warps=4, stages=(3, 3), reason="one barrier a step; 226 KiB"),
     _backward_row(("sm_80", "sm_100"), 128, 64, 128, key_warps=4, reason="161 KiB; three stages spill on sm_100"),
     _backward_row(LARGE, 256, 64, 64, key_warps=2, reason="dK and dV take 128 registers; 209 KiB"),

@@ -32,8 +32,6 @@ HOPPER_SECONDS = 3.0
 BACKWARD_SECONDS = 5.0
 BACKWARD_SPILL_BYTES = 64
 """What ptxas keeps of loop bounds and pointers of a backward kernel beside its products' registers."""
-LARGER_SPILLS = {("sm_120", 256, "causal"): 112}
-"""Targets, head dims and masks whose backward kernels keep more there."""
 BLOCK_RESERVE = 1024
 """Bytes of shared memory that the driver takes for each thread block."""
 
@@ -69,8 +67,7 @@ def test_a_kernel_keeps_its_budgets(problem, compilations):
     assert (compiled.arch, compiled.is_ptx) == (problem.arch, False)
     assert compiled.warnings == ()
     if problem.task == "backward":
-        spills = LARGER_SPILLS.get((problem.arch, problem.head_dim, problem.mask), BACKWARD_SPILL_BYTES)
-        assert compiled.spill_bytes <= spills and compiled.seconds <= BACKWARD_SECONDS
+        assert compiled.spill_bytes <= BACKWARD_SPILL_BYTES and compiled.seconds <= BACKWARD_SECONDS
     else:
         assert (compiled.spill_bytes, compiled.stack_bytes) == (0, 0)
     assert 0 < compiled.registers <= arch.registers_per_thread
