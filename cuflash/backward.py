@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from . import jit
 from .arrays import CPU, Kind, Operand, kind_of
+from .backward_request import BackwardRequest
 from .checks import check_call, check_fellow, check_flag, check_gpu, check_written, refuse_shared
-from .request import AXES, BackwardRequest, Request
+from .request import AXES, Request
 
 if TYPE_CHECKING:
     from .backward_plan import BackwardPlan

@@ -12,14 +12,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from . import driver, jit
 from .arch import Arch
+from .backward_config import BackwardConfig
+from .backward_kernels import BackwardGrid, backward_grid
+from .backward_params import BACKWARD_DQ, BACKWARD_ROWS, BACKWARD_SM80
+from .backward_request import BackwardRequest
 from .errors import UnsupportedError
-from .params import BACKWARD_DQ, BACKWARD_ROWS, BACKWARD_SM80, fast_div
+from .params import fast_div
 from .problem import Task
-from .request import LOG2_E, BackwardRequest
+from .request import LOG2_E
 
 if TYPE_CHECKING:
     from .jit import LoadedKernel
-    from .kernels import BackwardGrid
 
 ROW_TILE = 32
 """Rows of a thread block of the first kernel; query tiles are multiples."""
@@ -140,12 +143,9 @@ def _kernel(request: BackwardRequest, arch: Arch, task: Task) -> LoadedKernel:
 
 def plan_with(request: BackwardRequest, first: LoadedKernel, main: LoadedKernel, last: LoadedKernel) -> BackwardPlan:
     """Plan a GPU call that launches three kernels, which must be those for its problems."""
-    from . import kernels
-    from .config import BackwardConfig
-
     forward, config = request.forward, main.config
     assert isinstance(config, BackwardConfig)
-    grid = kernels.backward_grid(main.problem, config, jit.sizes_of(forward), request.deterministic)
+    grid = backward_grid(main.problem, config, jit.sizes_of(forward), request.deterministic)
     row_tiles = grid.m_tiles * config.block_m // ROW_TILE
     blocks_first = forward.batch * forward.heads * row_tiles
     if max(blocks_first, grid.blocks) > MAX_BLOCKS:

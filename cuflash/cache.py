@@ -62,7 +62,7 @@ def cache_key(
 
     Versions of cuflash, Python or the driver and the model of the GPU do not enter: they change no machine code.
     """
-    family = kernels.FAMILIES[config.family]
+    family = kernels.family_named(config.family)
     identity = {f.name: getattr(config, f.name) for f in fields(config) if f.compare}
     parts = (
         LAYOUT,

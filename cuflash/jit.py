@@ -15,7 +15,7 @@ from . import counters, driver
 from .arch import ARCHES, Arch, arch_for, needs_ptx
 from .arrays import ITEM_BYTES, Operand
 from .errors import DriverError, MissingKernelError
-from .params import BACKWARD_ROWS, BACKWARD_SM80, FORWARD_SM80, FORWARD_SM90, fast_div
+from .params import FORWARD_SM80, FORWARD_SM90, fast_div
 from .problem import AttentionProblem
 from .request import LOG2_E, TMA_BYTES, TMA_TILE_ROWS, Request
 
@@ -204,8 +204,8 @@ class _Buffers(threading.local):
         return buffer
 
 
-BUFFER_BYTES = max(block.size for block in (FORWARD_SM80, FORWARD_SM90, BACKWARD_ROWS, BACKWARD_SM80))
-"""A block of every family fits; the driver copies what the launched kernel takes."""
+BUFFER_BYTES = 4096
+"""What kernels take at most (before CUDA 12.1). The driver copies what the launched one takes."""
 
 _buffers = _Buffers()
 

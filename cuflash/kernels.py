@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from . import params
 from .arch import sm80, sm90
-from .config import BackwardConfig, ForwardConfig, KernelConfig
+from .config import ForwardConfig, KernelConfig
 from .errors import UnsupportedError
 from .problem import DTYPES, MASKS, AttentionProblem, Task
 from .request import WIDEST_ACCESS, Request
@@ -43,15 +43,9 @@ FAMILIES = {
         KernelFamily(
             "forward_sm90", "forward_sm90.cu.j2", "cuflash_fwd_sm90", params.FORWARD_SM90, sm90.forward_config
         ),
-        KernelFamily(
-            "backward_rows", "backward_rows.cu.j2", "cuflash_bwd_rows", params.BACKWARD_ROWS, sm80.backward_rows_config
-        ),
-        KernelFamily(
-            "backward_sm80", "backward_sm80.cu.j2", "cuflash_bwd_sm80", params.BACKWARD_SM80, sm80.backward_config
-        ),
-        KernelFamily("backward_dq", "backward_dq.cu.j2", "cuflash_bwd_dq", params.BACKWARD_DQ, sm80.backward_dq_config),
     )
 }
+"""Of the forward pass; those of the backward pass are in `cuflash.backward_kernels`."""
 
 TMA_TARGETS = {"sm_90": "sm_90a"}
 """By the target that names a device: that of its kernels which load by TMA, where it has such."""
@@ -61,7 +55,16 @@ def family_of(arch: str, task: Task = "forward") -> KernelFamily:
     """The family of the kernels for a compile target and a task."""
     if task == "forward":
         return FAMILIES["forward_sm90" if arch in TMA_TARGETS.values() else "forward_sm80"]
-    return FAMILIES["backward_sm80" if task == "backward" else task]
+    return family_named("backward_sm80" if task == "backward" else task)
+
+
+def family_named(name: str) -> KernelFamily:
+    """The family of a config, by its name."""
+    if name in FAMILIES:
+        return FAMILIES[name]
+    from .backward_kernels import FAMILIES as BACKWARD_FAMILIES
+
+    return BACKWARD_FAMILIES[name]
 
 
 def select_config(problem: AttentionProblem) -> KernelConfig:
@@ -140,7 +143,7 @@ def use_family(name: str) -> Iterator[None]:
 
 def symbol(problem: AttentionProblem, config: KernelConfig) -> str:
     """The kernel's name, which spells out problem and config so that a profiler's row explains itself."""
-    parts = [FAMILIES[config.family].symbol_stem, f"d{problem.head_dim}"]
+    parts = [family_named(config.family).symbol_stem, f"d{problem.head_dim}"]
     if problem.head_dim_v != problem.head_dim:
         parts.append(f"dv{problem.head_dim_v}")
     parts += [{"float16": "f16", "bfloat16": "bf16"}[problem.dtype], problem.mask]
@@ -232,50 +235,6 @@ def section_heads(problem: AttentionProblem, group: int, seqlen_k: int) -> int:
     return group << (resident.bit_length() - 1)
 
 
-class BackwardGrid(NamedTuple):
-    """The launch of the backward pass's main kernel, one thread block for each tile of keys, and what it adds to.
-
-    ``section`` key/value heads run side by side before the next ones begin, the first key tiles of all of them first:
-    under a causal mask these are the longest.
-    """
-
-    m_tiles: int
-    n_tiles: int
-    section: int
-    blocks: int
-
-    @property
-    def last_section(self) -> int:
-        """Key/value heads of the last section."""
-        return (self.blocks // self.n_tiles - 1) % self.section + 1
-
-
-def backward_grid(
-    problem: AttentionProblem, config: BackwardConfig, sizes: tuple[int, int, int, int], deterministic: bool
-) -> BackwardGrid:
-    """Thread blocks of a backward call, in the order in which they start.
-
-    A section is as many heads as have their Q, dO and sums of dQ in the L2 cache together. Without a mask all tiles are
-    alike, and one head at a time keeps these the longest; but where tiles add in turns, those of many heads side by
-    side wait for each other less.
-
-    Parameters
-    ----------
-    problem : AttentionProblem
-    config : BackwardConfig
-    sizes : (batch * query heads, query heads for each key/value head, query length, key length)
-    deterministic : bool
-    """
-    batch_heads, group, seqlen_q, seqlen_k = sizes
-    heads = batch_heads // group
-    section = 1
-    if problem.mask == "causal" or deterministic:
-        row_bytes = 2 * (problem.head_dim + problem.head_dim_v) + 4 * problem.head_dim
-        section = max(1, L2_SECTION_BYTES // (group * seqlen_q * row_bytes))
-    n_tiles = -(-seqlen_k // config.block_n)
-    return BackwardGrid(-(-seqlen_q // config.block_m), n_tiles, min(section, heads), n_tiles * heads)
-
-
 # --- what is shipped -------------------------------------------------------------------------------------------
 
 SHIPPED_HEAD_DIMS = (
@@ -302,7 +261,9 @@ def shipped_problems(arch: str) -> Iterator[AttentionProblem]:
         for access_bytes in () if arch in TMA_TARGETS.values() else (8, 4, 2):
             yield replace(base, access_bytes=access_bytes)
     if arch not in TMA_TARGETS.values():
-        yield from _shipped_backward_problems(arch)
+        from .backward_kernels import shipped_problems as shipped_backward_problems
+
+        yield from shipped_backward_problems(arch)
 
 
 def variants_by_length(problem: AttentionProblem) -> Iterator[AttentionProblem]:
@@ -310,17 +271,3 @@ def variants_by_length(problem: AttentionProblem) -> Iterator[AttentionProblem]:
     yield problem
     if sm90.is_short(problem, 0):
         yield replace(problem, short=True)
-
-
-def _shipped_backward_problems(arch: str) -> Iterator[AttentionProblem]:
-    """The same for the backward pass: its main kernel under each mask, and the two beside it."""
-    forms = [(dims, dtype, 16) for dims, dtype in product(SHIPPED_HEAD_DIMS, DTYPES)]
-    forms += [((d, d), "bfloat16", access_bytes) for d, access_bytes in product((64, 128, 256), (8, 4, 2))]
-    last = set()
-    for (d, dv), dtype, access_bytes in forms:
-        base = AttentionProblem(d, dv, dtype, "full", access_bytes, False, arch, "backward")
-        yield base
-        yield replace(base, mask="causal")
-        yield replace(base, task="backward_rows")
-        last.add(replace(base, task="backward_dq", head_dim_v=d))
-    yield from sorted(last, key=repr)

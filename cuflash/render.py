@@ -154,7 +154,7 @@ def render(problem: AttentionProblem, config: KernelConfig, *, lineinfo: bool = 
     -------
     Source
     """
-    family = kernels.FAMILIES[config.family]
+    family = kernels.family_named(config.family)
     symbol = kernels.symbol(problem, config)
     template = _environment().get_template(family.template)
     text = template.render(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ..config import BackwardConfig, BackwardDqConfig, BackwardRowsConfig, Sm80Config
+from ..config import Sm80Config
 from ..problem import MASKS, AttentionProblem, Mask
 from .tuning import SLACK, Row, row_for
 
@@ -79,73 +79,3 @@ def forward_config(problem: AttentionProblem) -> Sm80Config:
     if problem.access_bytes < 16 or problem.scale_first:
         return replace(config, q_registers=0, block_n=min(48, config.block_n), reason=RARE_REASON)
     return config
-
-
-# --- backward --------------------------------------------------------------------------------------------------
-
-
-def _backward_row(
-    arches: tuple[str, ...],
-    head_dim: int,
-    block_m: int,
-    block_n: int,
-    *,
-    key_warps: int,
-    warps: int = 8,
-    stages: tuple[int, int] = (2, 2),
-    ctas: int = 1,
-    reason: str,
-) -> Row[BackwardConfig]:
-    q_stages, dout_stages = stages
-    config = BackwardConfig(
-        block_m=block_m,
-        block_n=block_n,
-        key_warps=key_warps,
-        warps=warps,
-        q_stages=q_stages,
-        dout_stages=dout_stages,
-        ctas=ctas,
-        reason=reason,
-    )
-    return Row(arches, head_dim, head_dim, MASKS, config)
-
-
-LARGE = ("sm_90", "sm_100")
-"""227 KiB of shared memory for a block."""
-
-BACKWARD = (
-    _backward_row(
-        LARGE, 64, 64, 64, key_warps=2, warps=4, ctas=3, reason="small enough for three blocks, which hide exponentials"
-    ),
-    _backward_row(("sm_80",), 64, 64, 64, key_warps=2, warps=4, ctas=2, reason="two blocks within 164 KiB"),
-    _backward_row(("sm_90",), 96, 64, 128, key_warps=4, stages=(3, 3), reason="one barrier a step; 226 KiB, as at 128"),
-    _backward_row(("sm_90",), 112, 64, 128, key_warps=4, reason="two stages, since three spill 52 bytes"),
-    _backward_row(("sm_90",), 128, 64, 128, key_warps=4, stages=(3, 3), reason="one barrier a step; 226 KiB"),
-    _backward_row(("sm_80", "sm_100"), 128, 64, 128, key_warps=4, reason="161 KiB; three stages spill on sm_100"),
-    _backward_row(LARGE, 256, 64, 64, key_warps=2, reason="dK and dV take 128 registers; 209 KiB"),
-    _backward_row(("sm_80",), 256, 64, 64, key_warps=2, stages=(1, 1), reason="145 KiB of 163"),
-    _backward_row(SMALL, 64, 64, 128, key_warps=4, reason="97 KiB of 99"),
-    _backward_row(SMALL, 128, 64, 64, key_warps=2, stages=(2, 1), reason="97 KiB of 99, so one block, of 8 warps"),
-    _backward_row(SMALL, 256, 32, 32, key_warps=2, warps=4, stages=(2, 1), reason="89 KiB of 99"),
-)
-
-
-def backward_config(problem: AttentionProblem) -> BackwardConfig:
-    """The config of the row with the smallest head dim that serves the problem.
-
-    Loads of single elements take registers that large head dims do not leave to tiles of 64 queries.
-    """
-    row = row_for(BACKWARD, problem)
-    if problem.access_bytes == 2 and row.head_dim == 256 and problem.arch not in SMALL:
-        return replace(row.config, block_m=32, key_warps=4, reason="scalar loads need registers, so 32 queries")
-    return row.config
-
-
-def backward_rows_config(problem: AttentionProblem) -> BackwardRowsConfig:
-    """One for all problems: the kernel is bound by memory."""
-    return BackwardRowsConfig(reason="several rows for each warp, and loads of many in flight")
-
-
-def backward_dq_config(problem: AttentionProblem) -> BackwardDqConfig:
-    """One for all problems: the kernel is bound by memory."""
-    return BackwardDqConfig(reason="a warp's rows are staged in its own shared memory")

@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import dataclasses
 
-from ..config import BackwardConfig, BackwardRowsConfig, KernelConfig, Sm80Config, Sm90Config
+from ..backward_config import BackwardConfig, BackwardRowsConfig
+from ..config import KernelConfig, Sm80Config, Sm90Config
 from ..problem import TASKS, AttentionProblem
 
 

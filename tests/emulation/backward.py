@@ -11,11 +11,11 @@ import numpy as np
 from cuflash import backward_plan, jit, kernels
 from cuflash.arch import ARCHES
 from cuflash.backward import _check
-from cuflash.config import BackwardConfig
+from cuflash.backward_config import BackwardConfig
+from cuflash.backward_request import BackwardRequest
 from cuflash.cpu import causal_offset
 from cuflash.problem import AttentionProblem
 from cuflash.reference import oracle
-from cuflash.request import BackwardRequest
 from tests.emulation.cases import Case
 from tests.emulation.launch import (
     EARLY,

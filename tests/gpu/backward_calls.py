@@ -9,7 +9,7 @@ import numpy as np
 
 import cuflash
 from cuflash import kernels
-from cuflash.config import BackwardConfig
+from cuflash.backward_config import BackwardConfig
 from cuflash.problem import AttentionProblem
 from cuflash.reference import oracle
 from tests.gpu.support import Array, host_normal, poison_pool, poisoned, swap_layout, target, to_device, to_host

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import ml_dtypes
 import numpy as np
 
-from cuflash.config import BackwardConfig
+from cuflash.backward_config import BackwardConfig
 from cuflash.request import LOG2_E
 
 if TYPE_CHECKING:

@@ -142,7 +142,7 @@ class FakeGpu:
         """What the driver would copy: the block behind the one pointer at an address."""
         pointer = ctypes.c_void_p.from_address(params_address).value
         assert pointer is not None
-        params = kernels.FAMILIES[self._codes[handle - HANDLES].config.family].params
+        params = kernels.family_named(self._codes[handle - HANDLES].config.family).params
         return unpack(params, ctypes.string_at(pointer, params.size))
 
     def encode_tensor_map(self, address: int, *geometry: Any) -> bytes:

@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 
 import cuflash
-from cuflash import backward_plan, jit, kernels
+from cuflash import backward_plan, jit, kernels, params
 from cuflash.arch import ARCHES
-from cuflash.arch.sm80 import BACKWARD
+from cuflash.arch.backward import BACKWARD
+from cuflash.backward_config import BackwardConfig
+from cuflash.backward_kernels import backward_grid
+from cuflash.backward_params import BACKWARD_DQ, BACKWARD_ROWS, BACKWARD_SM80
 from cuflash.backward_plan import Workspace
-from cuflash.config import BackwardConfig
-from cuflash.params import BACKWARD_DQ, BACKWARD_ROWS, BACKWARD_SM80
 from cuflash.problem import AttentionProblem
 from cuflash.reference import oracle
 from tests.gradients import Backward, assert_gradients
@@ -195,8 +196,8 @@ def test_the_workspace_keeps_its_bound(deterministic: bool) -> None:
 
 
 def test_every_block_fits_the_argument_buffer() -> None:
-    for params in (BACKWARD_ROWS, BACKWARD_SM80, BACKWARD_DQ):
-        assert params.size <= jit.BUFFER_BYTES
+    for block in (BACKWARD_ROWS, BACKWARD_SM80, BACKWARD_DQ, params.FORWARD_SM80, params.FORWARD_SM90):
+        assert block.size <= jit.BUFFER_BYTES
 
 
 def problem(mask: str = "full", d: int = 128) -> AttentionProblem:
@@ -209,7 +210,7 @@ def problem(mask: str = "full", d: int = 128) -> AttentionProblem:
 def test_the_grid_has_a_block_for_each_key_tile(sizes: tuple[int, ...], mask: str, deterministic: bool) -> None:
     config = kernels.select_config(problem(mask))
     assert isinstance(config, BackwardConfig)
-    grid = kernels.backward_grid(problem(mask), config, sizes, deterministic)  # type: ignore[arg-type]
+    grid = backward_grid(problem(mask), config, sizes, deterministic)  # type: ignore[arg-type]
     batch_heads, group, seqlen_q, seqlen_k = sizes
     heads = batch_heads // group
     assert grid.blocks == heads * -(-seqlen_k // config.block_n) and grid.m_tiles == -(-seqlen_q // config.block_m)

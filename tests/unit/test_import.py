@@ -40,6 +40,19 @@ print(json.dumps(sorted({{name.partition(".")[0] for name in set(sys.modules) - 
     assert not set(loaded) & set(HEAVY)
 
 
+def test_a_forward_plan_loads_nothing_of_the_backward_pass() -> None:
+    """Its configs, tables and parameter blocks would cost a process's first call milliseconds."""
+    code = """
+import json, sys
+import numpy as np
+import cuflash
+x = np.ones((1, 4, 2, 64), "float16")
+assert cuflash.explain(x, x, x, arch="sm_90").kernel is not None
+print(json.dumps([name for name in sys.modules if name.startswith("cuflash.") and "backward" in name]))
+"""
+    assert in_fresh_process(code) == []
+
+
 def test_quiet() -> None:
     """No file is opened but modules, no environment variable read, no process started, no library loaded."""
     code = """

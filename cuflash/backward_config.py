@@ -1,0 +1,131 @@
+"""How the kernels of the backward pass compute; apart from the others, because a forward call needs none of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from .config import ELEMENT_BYTES, PITCH_STEP, KernelConfig, pitches, round_up
+from .problem import AttentionProblem
+
+ROW_CONSTANT_BYTES = 8
+"""LSE and delta of a query row."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BackwardConfig(KernelConfig):
+    """The main kernel of the Ampere-style backward pass: a thread block for each tile of keys.
+
+    Parameters
+    ----------
+    block_m, block_n : int
+        Query rows and keys of a tile; ``block_m`` is a multiple of 32.
+    key_warps : int
+        Warps side by side along the keys, each with whole 16-row blocks of P^T.
+    warps : int
+        Warps of a thread block: ``key_warps`` times a power of two, which share the queries of P^T and the columns of
+        dK and dV. ``block_m / 32`` of them lie side by side along the queries of dQ.
+    q_stages, dout_stages : {1, 2, 3}
+        Buffers of Q and dO. With two, the next tile arrives while one is in work; with one, when its last product is
+        done, at the price of a barrier. With three, which both must have, there are two buffers of P^T and dS^T as
+        well, and one barrier a step instead of two.
+    ctas : int
+        Thread blocks that share a multiprocessor.
+    """
+
+    family: ClassVar[str] = "backward_sm80"
+
+    block_m: int
+    block_n: int
+    key_warps: int
+    warps: int
+    q_stages: int = 2
+    dout_stages: int = 2
+    ctas: int = field(default=1)
+
+    def __post_init__(self) -> None:
+        shares, rest = divmod(self.warps, self.key_warps)
+        if rest or shares & (shares - 1) or self.block_m % (16 * shares) or self.block_n % (16 * self.key_warps):
+            raise ValueError(
+                f"{self.warps} warps, {self.key_warps} of them along {self.block_n} keys, cannot share {self.block_m} "
+                "queries: accepted are key_warps times a power of two warps, each with whole 16x16 blocks"
+            )
+        if self.block_m % 32 or self.warps % (self.block_m // 32):
+            raise ValueError(f"block_m is {self.block_m}; accepted are multiples of 32 that divide 32 * warps")
+        for name, stages in (("q_stages", self.q_stages), ("dout_stages", self.dout_stages)):
+            if stages not in (1, 2, 3) or (stages == 3) != self.runs_ahead:
+                raise ValueError(
+                    f"{name} is {stages}; accepted are 1 and 2, and 3 for both of q_stages and dout_stages"
+                )
+
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether warps may be a step apart."""
+        return self.q_stages == 3
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.warps
+
+    @property
+    def label(self) -> str:
+        return (
+            f"m{self.block_m}n{self.block_n}w{self.warps}k{self.key_warps}"
+            f"s{self.q_stages}{self.dout_stages}c{self.ctas}"
+        )
+
+    @property
+    def summary(self) -> str:
+        return (
+            f"{self.block_m} queries x {self.block_n} keys, {self.warps} warps, {self.key_warps} along the keys, "
+            f"{self.q_stages} Q and {self.dout_stages} dO buffers, {self.ctas} blocks per SM"
+        )
+
+    def smem_sizes(self, problem: AttentionProblem) -> Sequence[tuple[str, int]]:
+        """K and V (later the staging of dK and dV), Q and dO of every stage, P^T and dS^T, constants of the rows."""
+        pitch_k, pitch_v = pitches(problem)
+        scores = self.block_n * round_up(self.block_m, PITCH_STEP) * ELEMENT_BYTES
+        return [
+            ("k_and_dk", self.block_n * pitch_k),
+            ("v_and_dv", self.block_n * pitch_v),
+            *((f"q{i}", self.block_m * pitch_k) for i in range(self.q_stages)),
+            *((f"dout{i}", self.block_m * pitch_v) for i in range(self.dout_stages)),
+            *((f"{name}{i}", scores) for i in range(2 if self.runs_ahead else 1) for name in ("p", "ds")),
+            *((f"rows{i}", self.block_m * ROW_CONSTANT_BYTES) for i in range(3 if self.runs_ahead else 2)),
+        ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BackwardRowsConfig(KernelConfig):
+    """The first kernel of the backward pass, which reads each row of dO and of the output once."""
+
+    family: ClassVar[str] = "backward_rows"
+    threads: int = field(default=128)
+
+    @property
+    def ctas(self) -> int:
+        return 1
+
+    @property
+    def label(self) -> str:
+        return f"t{self.threads}"
+
+    @property
+    def summary(self) -> str:
+        return f"{self.threads} threads"
+
+    def smem_sizes(self, problem: AttentionProblem) -> Sequence[tuple[str, int]]:
+        """Sums stay within warps."""
+        return []
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BackwardDqConfig(BackwardRowsConfig):
+    """The last kernel of the backward pass, which reads the sums of dQ once; 16 rows for each warp."""
+
+    family: ClassVar[str] = "backward_dq"
+
+    def smem_sizes(self, problem: AttentionProblem) -> Sequence[tuple[str, int]]:
+        """The rows of each warp."""
+        return [("rows", self.threads // 32 * 16 * pitches(problem)[0])]

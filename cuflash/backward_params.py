@@ -1,0 +1,77 @@
+"""The parameter blocks of the backward pass."""
+
+from __future__ import annotations
+
+from .params import F32, FAST_DIV, I32, I64, POINTER, Field, ParameterBlock
+
+
+def _stride_fields(tensor: str, axes: tuple[str, ...] = ("batch", "seq", "head", "dim")) -> tuple[Field, ...]:
+    return tuple(Field(f"{tensor}_{axis}_stride", I64, "in elements") for axis in axes)
+
+
+_ROW_AXES = ("batch", "head", "seq")
+
+BACKWARD_ROWS = ParameterBlock(
+    (
+        Field("dout", POINTER, ""),
+        Field("out", POINTER, ""),
+        Field("lse", POINTER, ""),
+        Field("dlse", POINTER, "null: zero"),
+        Field("rows", POINTER, "row constants"),
+        Field("dq_sums", POINTER, ""),
+        Field("turns", POINTER, "null: dQ is summed in any order"),
+        *_stride_fields("dout"),
+        *_stride_fields("out"),
+        *_stride_fields("lse", _ROW_AXES),
+        *_stride_fields("dlse", _ROW_AXES),
+        Field("heads", FAST_DIV, "query heads"),
+        Field("row_tiles", FAST_DIV, "kRowTile rows each, of a head; padded to whole query tiles"),
+        Field("seqlen_q", I32, ""),
+    ),
+    per_launch=7,
+)
+
+BACKWARD_SM80 = ParameterBlock(
+    (
+        Field("dout", POINTER, ""),
+        Field("q", POINTER, ""),
+        Field("k", POINTER, ""),
+        Field("v", POINTER, ""),
+        Field("dk", POINTER, ""),
+        Field("dv", POINTER, ""),
+        Field("rows", POINTER, "row constants"),
+        Field("dq_sums", POINTER, ""),
+        Field("turns", POINTER, "null: dQ is summed in any order"),
+        *(field for tensor in ("dout", "q", "k", "v", "dk", "dv") for field in _stride_fields(tensor)),
+        Field("heads", FAST_DIV, "key/value heads"),
+        Field("section_tiles", FAST_DIV, "key tiles of a section's heads"),
+        Field("section", FAST_DIV, "key/value heads that share the L2"),
+        Field("last_section", FAST_DIV, "key/value heads of the last section"),
+        Field("batch_heads", I32, "batch * key/value heads"),
+        Field("heads_q", I32, "query heads"),
+        Field("group", I32, "query heads per key/value head"),
+        Field("seqlen_q", I32, ""),
+        Field("seqlen_k", I32, ""),
+        Field("causal_offset", I32, "query i sees keys j <= i + causal_offset"),
+        Field("m_tiles", I32, "query tiles of a head"),
+        Field("n_tiles", I32, "key tiles of a head"),
+        Field("scale", F32, ""),
+        Field("scale_log2", F32, "scale * log2(e)"),
+    ),
+    per_launch=9,
+)
+
+BACKWARD_DQ = ParameterBlock(
+    (
+        Field("rows", POINTER, "row constants"),
+        Field("dq_sums", POINTER, ""),
+        Field("dq", POINTER, ""),
+        *_stride_fields("dq"),
+        Field("heads", FAST_DIV, "query heads"),
+        Field("row_tiles", FAST_DIV, "kRowTile rows each, of a head; padded to whole query tiles"),
+        Field("row_blocks", I64, "16 rows each, of all heads"),
+        Field("seqlen_q", I32, ""),
+        Field("scale", F32, ""),
+    ),
+    per_launch=3,
+)
