@@ -62,8 +62,11 @@ def backward_config(problem: AttentionProblem) -> BackwardConfig:
     Loads of single elements take registers that large head dims do not leave to tiles of 64 queries.
     """
     row = row_for(BACKWARD, problem)
-    if problem.access_bytes == 2 and row.head_dim == 256 and problem.arch not in SMALL:
-        return replace(row.config, block_m=32, key_warps=4, reason="scalar loads need registers, so 32 queries")
+    if problem.access_bytes == 2 and problem.arch not in SMALL:
+        if row.head_dim == 256:
+            return replace(row.config, block_m=32, key_warps=4, reason="scalar loads need registers, so 32 queries")
+        if row.head_dim == 128 and problem.arch == "sm_80":
+            return replace(row.config, dout_stages=1, reason="scalar loads need registers: two dO buffers spill")
     return row.config
 
 
