@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cuflash import kernels
-from cuflash.arch.sm80 import BACKWARD
+from cuflash.arch.backward import BACKWARD
 from cuflash.arch.tuning import Row
 from cuflash.problem import AttentionProblem
 from tests.emulation.backward import (
