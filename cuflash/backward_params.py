@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-from .params import F32, FAST_DIV, I32, I64, POINTER, Field, ParameterBlock
-
-
-def _stride_fields(tensor: str, axes: tuple[str, ...] = ("batch", "seq", "head", "dim")) -> tuple[Field, ...]:
-    return tuple(Field(f"{tensor}_{axis}_stride", I64, "in elements") for axis in axes)
-
+from .params import F32, FAST_DIV, I32, I64, POINTER, Field, ParameterBlock, stride_fields
 
 _ROW_AXES = ("batch", "head", "seq")
 
@@ -20,10 +15,10 @@ BACKWARD_ROWS = ParameterBlock(
         Field("rows", POINTER, "row constants"),
         Field("dq_sums", POINTER, ""),
         Field("turns", POINTER, "null: dQ is summed in any order"),
-        *_stride_fields("dout"),
-        *_stride_fields("out"),
-        *_stride_fields("lse", _ROW_AXES),
-        *_stride_fields("dlse", _ROW_AXES),
+        *stride_fields("dout"),
+        *stride_fields("out"),
+        *stride_fields("lse", _ROW_AXES),
+        *stride_fields("dlse", _ROW_AXES),
         Field("heads", FAST_DIV, "query heads"),
         Field("row_tiles", FAST_DIV, "kRowTile rows each, of a head; padded to whole query tiles"),
         Field("seqlen_q", I32, ""),
@@ -42,7 +37,7 @@ BACKWARD_SM80 = ParameterBlock(
         Field("rows", POINTER, "row constants"),
         Field("dq_sums", POINTER, ""),
         Field("turns", POINTER, "null: dQ is summed in any order"),
-        *(field for tensor in ("dout", "q", "k", "v", "dk", "dv") for field in _stride_fields(tensor)),
+        *(field for tensor in ("dout", "q", "k", "v", "dk", "dv") for field in stride_fields(tensor)),
         Field("heads", FAST_DIV, "key/value heads"),
         Field("section_tiles", FAST_DIV, "key tiles of a section's heads"),
         Field("section", FAST_DIV, "key/value heads that share the L2"),
@@ -66,7 +61,7 @@ BACKWARD_DQ = ParameterBlock(
         Field("rows", POINTER, "row constants"),
         Field("dq_sums", POINTER, ""),
         Field("dq", POINTER, ""),
-        *_stride_fields("dq"),
+        *stride_fields("dq"),
         Field("heads", FAST_DIV, "query heads"),
         Field("row_tiles", FAST_DIV, "kRowTile rows each, of a head; padded to whole query tiles"),
         Field("row_blocks", I64, "16 rows each, of all heads"),

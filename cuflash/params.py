@@ -113,6 +113,11 @@ def fast_div(divisor: int) -> tuple[int, int, int]:
     return -(-(1 << shift) // divisor), shift, divisor
 
 
+def stride_fields(tensor: str, axes: tuple[str, ...] = ("batch", "seq", "head", "dim")) -> tuple[Field, ...]:
+    """The fields of an array's strides."""
+    return tuple(Field(f"{tensor}_{axis}_stride", I64, "in elements") for axis in axes)
+
+
 FORWARD_SM80 = ParameterBlock(
     (
         Field("q", POINTER, ""),
@@ -120,11 +125,7 @@ FORWARD_SM80 = ParameterBlock(
         Field("v", POINTER, ""),
         Field("out", POINTER, ""),
         Field("lse", POINTER, "null: not wanted"),
-        *(
-            Field(f"{tensor}_{axis}_stride", I64, "in elements")
-            for tensor in ("q", "k", "v", "out")
-            for axis in ("batch", "seq", "head", "dim")
-        ),
+        *(field for tensor in ("q", "k", "v", "out") for field in stride_fields(tensor)),
         Field("heads", FAST_DIV, "query heads"),
         Field("group", FAST_DIV, "query heads per key/value head"),
         Field("batch_heads", I32, "batch * query heads"),
@@ -145,7 +146,7 @@ FORWARD_SM90 = ParameterBlock(
         Field("out", POINTER, ""),
         Field("lse", POINTER, "null: not wanted"),
         Field("tile_counter", POINTER, "null: static order"),
-        *(Field(f"out_{axis}_stride", I64, "in elements") for axis in ("batch", "seq", "head")),
+        *stride_fields("out", ("batch", "seq", "head")),
         Field("heads", FAST_DIV, "query heads"),
         Field("group", FAST_DIV, "query heads per key/value head"),
         Field("section_tiles", FAST_DIV, "query tiles of a section's heads"),

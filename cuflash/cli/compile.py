@@ -74,9 +74,7 @@ def kernel_jobs(args: argparse.Namespace) -> list[Job]:
         found = [
             replace(p, arch=target) for p in asked for target in kernels.device_targets(p.arch, p.access_bytes, p.task)
         ]
-        if (
-            args.short
-        ):  # out of a device's families those that have such a variant; where none has, select_config says so
+        if args.short:  # of a device's families those that have such a variant; where none has, select_config says so
             variants = [p for p in found if p in kernels.variants_by_length(replace(p, short=False))]
             found = variants or found
     problems = list(dict.fromkeys(found))  # sm_90 and sm_90a name some kernels twice

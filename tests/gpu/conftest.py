@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-import cuflash
 from tests.conftest import family_asked_for
-from tests.gpu.support import DTYPES, HEAD_DIMS, Variant, compile_variant, draw_qkv, target
+from tests.gpu.support import DTYPES, HEAD_DIMS, Variant, compile_variant, target
 
 if TYPE_CHECKING:
     from cuflash.compiler import Compiled
@@ -79,6 +78,17 @@ def _nothing_pending() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
+def torch() -> Any:
+    """The module `torch`, where it has a CUDA device."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        module = pytest.importorskip("torch")
+    if not module.cuda.is_available():
+        pytest.skip("torch without CUDA")
+    return module
+
+
+@pytest.fixture(scope="session")
 def jax_on_gpu() -> Any:
     """The module `jax`, where it has a CUDA device."""
     with warnings.catch_warnings():
@@ -87,14 +97,3 @@ def jax_on_gpu() -> Any:
         if not any(device.platform in ("gpu", "cuda") for device in jax.devices()):
             pytest.skip("JAX without CUDA")
     return jax
-
-
-@pytest.fixture(scope="session")
-def gradients_on_gpu() -> None:
-    """Skips what needs gradients on a GPU as long as `cuflash.attention_backward` refuses its arrays."""
-    q, k, v = draw_qkv((16, 16))
-    out, lse = cuflash.attention(q, k, v, return_lse=True)
-    try:
-        cuflash.attention_backward(out, q, k, v, out, lse)
-    except cuflash.UnsupportedError as error:
-        pytest.skip(f"GPU test: {str(error).partition(':')[0]}")

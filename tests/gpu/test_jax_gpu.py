@@ -237,13 +237,13 @@ def check_gradients(
 @pytest.mark.parametrize("transform", ["jit", "checkpoint"])
 @pytest.mark.parametrize("causal", CAUSAL)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_gradients(jax: Any, gradients_on_gpu: None, dtype: str, causal: Any, transform: str) -> None:
+def test_gradients(jax: Any, dtype: str, causal: Any, transform: str) -> None:
     function = getattr(jax, transform)(partial(with_lse, causal=causal))
     check_gradients(jax, function, host_qkv((130, 190), (6, 2), (64, 64), dtype, batch=2), causal)
     check_gradients(jax, function, host_qkv((150, 60), (2, 2), (128, 128), dtype), causal, dlse=False)
 
 
-def test_gradients_are_those_of_the_plain_call(jax: Any, gradients_on_gpu: None) -> None:
+def test_gradients_are_those_of_the_plain_call(jax: Any) -> None:
     host = host_qkv((130, 130), (2, 2), (64, 64), "bfloat16")
     dout = host_normal(host[0].shape, "bfloat16", 11)
     arrays = [to_device(x) for x in host]
@@ -257,7 +257,7 @@ def test_gradients_are_those_of_the_plain_call(jax: Any, gradients_on_gpu: None)
         )
 
 
-def test_a_training_step(jax: Any, gradients_on_gpu: None) -> None:
+def test_a_training_step(jax: Any) -> None:
     """Layers, a loss and a step under one jit; many steps in flight; the loss falls."""
     jnp = jax.numpy
     x, target = on_device(jax, host_qkv((128, 128), (4, 4), (64, 64), "bfloat16", batch=2)[:2])
@@ -283,7 +283,7 @@ def test_a_training_step(jax: Any, gradients_on_gpu: None) -> None:
     assert all(np.isfinite(values)) and values[-1] < values[0]
 
 
-def test_vmap_of_gradients(jax: Any, gradients_on_gpu: None) -> None:
+def test_vmap_of_gradients(jax: Any) -> None:
     """Of arrays that are not mapped the gradient is a sum."""
     q, k, v = on_device(jax, host_qkv((100, 150), (4, 2), (64, 64), "float16", batch=3))
     number = lambda q, k, v: cuflash.jax.attention(q, k, v, causal=True).astype(jax.numpy.float32).sum()  # noqa: E731

@@ -31,7 +31,7 @@ def test_torch_example() -> None:
     assert torch.linalg.norm(ours - exact) <= 1.5 * torch.linalg.norm(theirs - exact)
 
 
-def test_jax_example(jax_on_gpu: Any, gradients_on_gpu: None) -> None:
+def test_jax_example(jax_on_gpu: Any) -> None:
     names = example("import jax")
     assert all(x.shape == names["q"].shape and x.devices() == names["q"].devices() for x in names["grads"])
 

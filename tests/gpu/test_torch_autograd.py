@@ -19,16 +19,6 @@ pytestmark = pytest.mark.gpu
 Tensor = Any
 
 
-@pytest.fixture(scope="module")
-def torch() -> Any:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        module = pytest.importorskip("torch")
-    if not module.cuda.is_available():
-        pytest.skip("torch without CUDA")
-    return module
-
-
 def draw(
     torch: Any, dtype: str = "bfloat16", lengths: tuple[int, int] = (200, 264), dim: int = 64, device: str = "cuda"
 ) -> list[Tensor]:
