@@ -10,15 +10,12 @@ launch, the least of some launches. With --prebuilt, the kernels of a directory,
 from __future__ import annotations
 
 import argparse
-import csv
-import io
-import json
-import os
-import subprocess
-import sys
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
+
+from cuflash.bench import nsight
 
 METRIC = "sm__cycles_elapsed.max"
 LAUNCHES = 4
@@ -60,38 +57,24 @@ def launch_all() -> None:
         if case.dtype == "bfloat16":
             q, k, v = (x.astype(cp.float32).astype(ml_dtypes.bfloat16) for x in (q, k, v))
         for _ in range(LAUNCHES):
-            print("case", json.dumps(case), flush=True)
+            nsight.announce(case)
             cuflash.attention(q, k, v, causal=case.causal)
         cp.cuda.Device().synchronize()
 
 
 def profile(prebuilt: Path | None) -> dict[Case, int]:
-    """Thousands of cycles of each case."""
-    command = ["ncu", "--csv", "--metrics", METRIC, "--clock-control", "none", "-k", "regex:cuflash_"]
-    command += [sys.executable, __file__, "--launch"]
+    """Thousands of cycles of each case, with the kernels of a directory or those compiled here."""
     with tempfile.TemporaryDirectory() as empty:
-        environment = dict(os.environ)
-        if prebuilt is not None:
-            environment |= {
-                "CUFLASH_PREBUILT_DIR": str(prebuilt),
-                "CUFLASH_DISABLE_JIT": "1",
-                "CUFLASH_CACHE_DIR": empty,
-            }
-        done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
-    if done.returncode:
-        raise SystemExit(f"ncu failed:\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}")
-    return parse(done.stdout)
+        given = {"CUFLASH_PREBUILT_DIR": str(prebuilt), "CUFLASH_DISABLE_JIT": "1", "CUFLASH_CACHE_DIR": empty}
+        options = ("--clock-control", "none")
+        return least_of(nsight.profile(__file__, (METRIC,), options, given if prebuilt else None))
 
 
-def parse(text: str) -> dict[Case, int]:
-    """The least of each case; cases and ncu's rows are in the order of the launches, and must be as many."""
-    lines = text.splitlines()
-    cases = [Case(*json.loads(line.partition(" ")[2])) for line in lines if line.startswith("case")]
-    start = next(i for i, line in enumerate(lines) if line.startswith('"ID"'))
-    table = csv.DictReader(io.StringIO("\n".join(line for line in lines[start:] if line.startswith('"'))))
+def least_of(launches: Iterable[nsight.Launch]) -> dict[Case, int]:
+    """Thousands of cycles: the least of each case's launches."""
     least: dict[Case, int] = {}
-    for case, row in zip(cases, table, strict=True):
-        cycles = round(float(row["Metric Value"].replace(",", "")) / 1000)
+    for about, metrics in launches:
+        case, cycles = Case(*about), round(metrics[METRIC] / 1000)
         least[case] = min(cycles, least.get(case, cycles))
     return least
 

@@ -10,13 +10,11 @@ N = 131072 those of one head come to 34, 67 and 134 MB.
 from __future__ import annotations
 
 import argparse
-import csv
-import io
-import json
-import subprocess
-import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
+
+from cuflash.bench import nsight
 
 METRICS = ("dram__bytes_read.sum", "dram__bytes_write.sum")
 BOUND = 0.15
@@ -74,32 +72,16 @@ def launch_all() -> None:
             q, k, v = (x.view(ml_dtypes.bfloat16) for x in (bits, bits.copy(), bits.copy()))
             with kernels.use_family(family):
                 explained = cuflash.explain(q, k, v, causal=case.causal)
-                print("predicted", json.dumps([family, case, explained.hbm_bytes]), flush=True)
+                nsight.announce([family, case, explained.hbm_bytes])
                 cuflash.attention(q, k, v, causal=case.causal)
             cp.cuda.Device().synchronize()
 
 
-def profile() -> list[Row]:
-    """Every case of every family."""
-    command = ["ncu", "--csv", "--metrics", ",".join(METRICS), "--print-units", "base", "-k", "regex:cuflash_"]
-    done = subprocess.run([*command, sys.executable, __file__, "--launch"], capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise SystemExit(f"ncu failed:\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}")
-    return parse(done.stdout)
-
-
-def parse(text: str) -> list[Row]:
-    """Predictions and ncu's table, both in the order of the launches, which must be as many."""
-    lines = text.splitlines()
-    predicted = [json.loads(line.partition(" ")[2]) for line in lines if line.startswith("predicted")]
-    start = next(i for i, line in enumerate(lines) if line.startswith('"ID"'))
-    measured: dict[str, int] = {}
-    for row in csv.DictReader(io.StringIO("\n".join(line for line in lines[start:] if line.startswith('"')))):
-        value = int(float(row["Metric Value"].replace(",", "")))
-        measured[row["ID"]] = measured.get(row["ID"], 0) + value
+def rows_of(launches: Iterable[nsight.Launch]) -> list[Row]:
+    """Predictions beside the bytes that were read and written."""
     return [
-        Row(family, Case(*case), bytes_predicted, bytes_measured)
-        for (family, case, bytes_predicted), bytes_measured in zip(predicted, measured.values(), strict=True)
+        Row(family, Case(*case), predicted, round(sum(metrics.values())))
+        for (family, case, predicted), metrics in launches
     ]
 
 
@@ -130,7 +112,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.launch:
         return launch_all()
-    text = markdown(profile())
+    text = markdown(rows_of(nsight.profile(__file__, METRICS)))
     print(text)
     if args.output:
         args.output.write_text(text)
