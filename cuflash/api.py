@@ -8,7 +8,7 @@ from typing import Any
 
 from . import driver, jit
 from .arrays import CPU, KINDS, kind_of
-from .checks import check_apart, make_request, request_for
+from .checks import check_apart, check_flag, make_request, request_for
 from .jit import PLANS
 from .problem import DTYPES, MASKS, AttentionProblem
 from .request import AXES, Request
@@ -194,6 +194,7 @@ def warmup(
     layout: str = "bshd",
     return_lse: bool = False,
     out: Any = None,
+    backward: bool = False,
     configs: str | Iterable[AttentionProblem] | None = None,
     device: int | None = None,
 ) -> tuple[str, ...]:
@@ -207,6 +208,9 @@ def warmup(
     ----------
     q, k, v, causal, scale, layout, return_lse, out
         As for `attention`. On CPU arrays there is nothing to make ready, but they are checked.
+    backward : bool
+        Make the gradients ready as well: of the call, where all arrays that come in there are contiguous, or of the
+        common problems. An iterable of `configs` names their kernels itself.
     configs : "common" or iterable of AttentionProblem
         "common": head dims 64 and 128, both dtypes, with and without a causal mask, aligned arrays.
     device : int, optional
@@ -220,40 +224,57 @@ def warmup(
     Examples
     --------
     >>> cuflash.warmup(q, k, v, causal=True, out=out)  # doctest: +SKIP
+    >>> cuflash.warmup(q, k, v, causal=True, backward=True)  # doctest: +SKIP
     >>> cuflash.warmup(configs="common")  # doctest: +SKIP
     """
     if (configs is None) == (q is None):
         raise TypeError("warmup takes either arrays, warmup(q, k, v, ...), or configs=; not both and not neither")
+    backward = check_flag("backward", backward)
     if configs is not None:
-        return _warm_up_configs(configs, device)
+        return _warm_up_configs(configs, backward, device)
     if device is not None:
         raise TypeError("device belongs to configs=; arrays have a device of their own")
     request = request_for((q, k, v), out, causal=causal, scale=scale, layout=layout, return_lse=return_lse)
     if request.device == CPU:
         return ()
     loaded = jit.make_plan(request).loaded
-    return () if loaded is None else (loaded.kernel.symbol,)
+    kernels = () if loaded is None else (loaded.kernel.symbol,)
+    return kernels + _warm_up_gradients(request) if backward else kernels
 
 
-def _warm_up_configs(configs: str | Iterable[AttentionProblem], device: int | None) -> tuple[str, ...]:
-    from . import kernels
+def _warm_up_gradients(request: Request) -> tuple[str, ...]:
+    from . import backward_plan
+    from .backward_request import BackwardRequest
 
+    plan = backward_plan.make_plan(BackwardRequest.of_call(request, deterministic=False))
+    return tuple(launch.loaded.kernel.symbol for launch in plan.launches)
+
+
+def _warm_up_configs(configs: str | Iterable[AttentionProblem], backward: bool, device: int | None) -> tuple[str, ...]:
     if device is None:
         device = driver.current_device()
     elif not 0 <= device < driver.device_count():
         raise ValueError(f"device is {device}; this machine has {driver.device_count()} CUDA devices, counted from 0")
     if not isinstance(configs, str):
+        if backward:
+            raise TypeError("backward belongs to arrays and to configs='common'; each AttentionProblem has a task")
         problems = list(configs)
     elif configs == "common":
-        problems = list(_common_problems(kernels.device_targets(jit.device_arch(device).name)[-1]))
+        problems = list(_common_problems(jit.device_arch(device).name, backward))
     else:
         raise ValueError(f"configs is {configs!r}; accepted are 'common' and an iterable of AttentionProblem")
-    return tuple(jit.kernel_for(problem, device).kernel.symbol for problem in problems)
+    return tuple(jit.kernel_for(problem, device).kernel.symbol for problem in dict.fromkeys(problems))
 
 
-def _common_problems(arch: str) -> Iterator[AttentionProblem]:
+def _common_problems(arch: str, backward: bool) -> Iterator[AttentionProblem]:
+    """Forward problems for the target that ordinary calls take, and the backward problems beside them."""
     from . import kernels
 
     for dim, dtype, mask in product(COMMON_HEAD_DIMS, DTYPES, MASKS):
-        problem = AttentionProblem(dim, dim, dtype, mask, access_bytes=16, scale_first=False, arch=arch)
+        target = kernels.device_targets(arch)[-1]
+        problem = AttentionProblem(dim, dim, dtype, mask, access_bytes=16, scale_first=False, arch=target)
         yield from kernels.variants_by_length(problem)
+        if backward:
+            from .backward_kernels import problems_beside
+
+            yield from problems_beside(problem, arch)

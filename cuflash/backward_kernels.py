@@ -10,7 +10,7 @@ from typing import NamedTuple
 from .arch import backward
 from .backward_config import BackwardConfig
 from .backward_params import BACKWARD_DQ, BACKWARD_ROWS, BACKWARD_SM80
-from .kernels import L2_SECTION_BYTES, SHIPPED_HEAD_DIMS, KernelFamily
+from .kernels import L2_SECTION_BYTES, SHIPPED_HEAD_DIMS, KernelFamily, device_targets
 from .problem import DTYPES, AttentionProblem
 
 FAMILIES = {
@@ -69,6 +69,14 @@ def backward_grid(
         section = max(1, L2_SECTION_BYTES // (group * seqlen_q * row_bytes))
     n_tiles = -(-seqlen_k // config.block_n)
     return BackwardGrid(-(-seqlen_q // config.block_m), n_tiles, min(section, heads), n_tiles * heads)
+
+
+def problems_beside(forward: AttentionProblem, arch: str) -> tuple[AttentionProblem, ...]:
+    """The kernels of the gradients of a forward problem's calls, in order, on a device that ``arch`` names."""
+    target = device_targets(arch, task="backward")[-1]
+    main = replace(forward, task="backward", scale_first=False, short=False, arch=target)
+    rows = replace(main, task="backward_rows", mask="full")
+    return rows, main, replace(rows, task="backward_dq", head_dim_v=main.head_dim)
 
 
 def shipped_problems(arch: str) -> Iterator[AttentionProblem]:

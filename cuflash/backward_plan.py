@@ -11,14 +11,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from . import driver, jit
-from .arch import Arch
 from .backward_config import BackwardConfig
 from .backward_kernels import BackwardGrid, backward_grid
 from .backward_params import BACKWARD_DQ, BACKWARD_ROWS, BACKWARD_SM80
 from .backward_request import BackwardRequest
 from .errors import UnsupportedError
 from .params import fast_div
-from .problem import Task
+from .problem import AttentionProblem
 from .request import LOG2_E
 
 if TYPE_CHECKING:
@@ -133,12 +132,16 @@ def make_plan(request: BackwardRequest) -> BackwardPlan:
     if forward.rows == 0 or forward.seqlen_k == 0:
         return BackwardPlan(request.device)
     arch = jit.device_arch(request.device)
-    first, main, last = (_kernel(request, arch, task) for task in ("backward_rows", "backward", "backward_dq"))
-    return plan_with(request, first, main, last)
+    return plan_with(request, *(jit.kernel_for(problem, request.device) for problem in problems_of(request, arch.name)))
 
 
-def _kernel(request: BackwardRequest, arch: Arch, task: Task) -> LoadedKernel:
-    return jit.kernel_for(request.problem(arch.name, task), request.device)
+def problems_of(request: BackwardRequest, arch: str) -> tuple[AttentionProblem, AttentionProblem, AttentionProblem]:
+    """The kernels that a call launches, in order, on a device that ``arch`` names."""
+    return (
+        request.problem(arch, "backward_rows"),
+        request.problem(arch, "backward"),
+        request.problem(arch, "backward_dq"),
+    )
 
 
 def plan_with(request: BackwardRequest, first: LoadedKernel, main: LoadedKernel, last: LoadedKernel) -> BackwardPlan:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import cast
 
 from .arrays import ITEM_BYTES, Operand
 from .problem import AttentionProblem, Dtype, Task
-from .request import Request, widest_access
+from .request import Request, contiguous_strides, widest_access
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,20 @@ class BackwardRequest:
     dlse: Operand | None
     grads: tuple[Operand, ...]
     deterministic: bool
+
+    @classmethod
+    def of_call(cls, forward: Request, deterministic: bool) -> BackwardRequest:
+        """The gradients of a call of which nothing else is known.
+
+        What is not an argument of the call, its output too unless it was given, is taken for contiguous and new: as
+        autograd has it.
+        """
+        shape, item = forward.out_shape, ITEM_BYTES[forward.q.dtype]
+        dout = replace(forward.q, name="dout", shape=shape, strides=contiguous_strides(shape, item), address=0)
+        strides = contiguous_strides(forward.lse_shape, ITEM_BYTES[forward.lse_dtype])
+        lse = replace(dout, name="lse", shape=forward.lse_shape, strides=strides, dtype=forward.lse_dtype)
+        out = forward.out or replace(dout, name="out")
+        return cls(replace(forward, out=None), dout, out, lse, None, (), deterministic)
 
     @property
     def device(self) -> int:

@@ -1,4 +1,7 @@
-"""Which kernel a call takes and why, what it costs, and the rule that refused it."""
+"""Which kernels a call takes and why, what it costs, and the rule that refused it.
+
+Those of the forward pass; `cuflash.backward_explanation` finds those of its gradients.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +12,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from . import cost, driver, jit, kernels
 from .arch import ARCHES, Arch, arch_for, needs_ptx
 from .arrays import CPU, ITEM_BYTES
-from .checks import check_apart, check_gpu, request_for
-from .config import KernelConfig, Sm80Config, Sm90Config, SmemRegion
+from .checks import check_flag, check_gpu, request_for
+from .config import KernelConfig, SmemRegion
 from .cost import DeviceModel, Schedule, Shape
 from .errors import UnsupportedError
 from .problem import AttentionProblem
@@ -18,16 +21,20 @@ from .request import Request
 from .settings import read_settings
 
 if TYPE_CHECKING:
+    from .backward_cost import BackwardSchedule
     from .compiler import Compiled
 
 __all__ = ["Explanation", "explain"]
 
+NOTHING = "nothing is launched: the call has no rows or no keys"
+
 Cached = Literal["memory", "disk", "prebuilt", "compiled", "no"]
+Function = Literal["attention", "attention_backward"]
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """The kernel of an explained call.
+    """A kernel of an explained call.
 
     Attributes
     ----------
@@ -38,9 +45,11 @@ class Kernel:
     smem : tuple of SmemRegion
         The map of the dynamic shared memory.
     grid : tuple of tuple of int
-        Thread blocks of each launch of the call.
-    schedule : Schedule
-        The order of the work, for the cost model.
+        Thread blocks of each of its launches.
+    schedule : Schedule or BackwardSchedule or None
+        The order of the work, for the cost model; None of a kernel to which it makes no difference.
+    hbm_bytes : int
+        Its predicted device-memory traffic.
     ptx : bool
         The device is newer than any target: the driver translates PTX.
     cached : {"memory", "disk", "prebuilt", "compiled", "no"}
@@ -56,7 +65,8 @@ class Kernel:
     config: KernelConfig
     smem: tuple[SmemRegion, ...]
     grid: tuple[tuple[int, int, int], ...]
-    schedule: Schedule
+    schedule: Schedule | BackwardSchedule | None
+    hbm_bytes: int
     ptx: bool
     cached: Cached
     compiled: Compiled | None
@@ -85,32 +95,44 @@ class Explanation:
         Why the call would be refused; None if it would run. All that follows is empty then.
     rule : str or None
         The exception's name: ``"ValueError"`` (shapes), ``"TypeError"`` (types), ``"UnsupportedError"``.
+    function : {"attention", "attention_backward"}
+        Whose call it is.
     call : str
         Sizes, type and options of the call in a line.
     backend : {"cuda", "numpy"} or None
-    kernel : Kernel or None
-        None on the CPU, and for a call that launches nothing.
+    kernels : tuple of Kernel
+        In the order of their launches; none on the CPU, and for a call that launches nothing.
     device : DeviceModel or None
         The device, or the card that stands for ``arch=``; None on the CPU.
     flops : int
-        2 (D + Dv) for every visible pair of a query and a key, over all heads.
+        2 (D + Dv) for every visible pair of a query and a key, over all heads; for gradients 2 (3 D + 2 Dv).
     hbm_bytes, standard_bytes : int
-        Predicted device-memory traffic of the kernel (`cuflash.cost.fused_bytes` has the formula), and that of
-        attention which keeps the Nq x Nk matrix in memory. On the CPU both count host memory.
+        Predicted device-memory traffic of the kernels (`cuflash.cost.fused_bytes` has the formula, for gradients
+        `cuflash.backward_cost.backward_bytes`), and that of attention which keeps the Nq x Nk matrix in memory. On the
+        CPU both count host memory; ``hbm_bytes`` of gradients is 0 there, for not predicted.
+    workspace_bytes : int
+        Device memory that the kernels share, beside inputs and results; gone when they are done.
     notes : tuple of str
         Anything unusual: a variant that a stride or a scale called for, PTX, no launch at all.
     """
 
     refused: str | None = None
     rule: str | None = None
+    function: Function = "attention"
     call: str = ""
     backend: Literal["cuda", "numpy"] | None = None
-    kernel: Kernel | None = None
+    kernels: tuple[Kernel, ...] = ()
     device: DeviceModel | None = None
     flops: int = 0
     hbm_bytes: int = 0
     standard_bytes: int = 0
+    workspace_bytes: int = 0
     notes: tuple[str, ...] = ()
+
+    @property
+    def kernel(self) -> Kernel | None:
+        """The kernel that does the work, between one that prepares and one that finishes if there are three."""
+        return self.kernels[len(self.kernels) // 2] if self.kernels else None
 
     @property
     def arithmetic_intensity(self) -> float:
@@ -138,17 +160,24 @@ def explain(
     layout: str = "bshd",
     return_lse: bool = False,
     out: Any = None,
+    backward: bool = False,
+    deterministic: bool = False,
     compile: bool = False,
     arch: str | None = None,
 ) -> Explanation:
-    """Say what `cuflash.attention` would do with the same arguments; nothing runs.
+    """Say what `cuflash.attention`, or the gradients of a call of it, would do with the same arguments; nothing runs.
 
     Parameters
     ----------
     q, k, v, causal, scale, layout, return_lse, out
         As for `cuflash.attention`. Only shapes, strides, types and devices of the arrays matter.
+    backward : bool
+        Explain `cuflash.attention_backward` instead, for these q, k, v and out. The other arrays, and an `out` that is
+        not given, are taken for contiguous and new, as autograd has them; `return_lse` makes no difference.
+    deterministic : bool
+        With `backward`: as for `cuflash.attention_backward`.
     compile : bool
-        Compile the kernel if it is in no cache, so that registers and spills are known.
+        Compile kernels that are in no cache, so that registers and spills are known.
     arch : str, optional
         Explain the kernel that a GPU of this target would run, for example ``"sm_90"`` (or ``"sm_90a"``, which is the
         same GPU); the arrays may then lie anywhere, in NumPy for instance, and no GPU is needed.
@@ -167,22 +196,25 @@ def explain(
     """
     if arch is not None and arch not in ARCHES:
         raise ValueError(f"arch is {arch!r}; accepted are {', '.join(ARCHES)}")
+    backward = check_flag("backward", backward)
     try:
         request = request_for((q, k, v), out, causal=causal, scale=scale, layout=layout, return_lse=return_lse)
         if arch is not None and request.device == CPU:
             request = as_if_on_gpu(request)
-        if request.out is not None:
-            check_apart(request)
-        on_cpu = request.device == CPU
-        if not on_cpu:
-            target = arch_for(ARCHES[arch].compute_capability) if arch else jit.device_arch(request.device)
-            runs = request.rows > 0 and request.seqlen_k > 0
-            problem = kernels.problem_for(request, target.name) if runs else None
+        call: Any
+        if backward:
+            from .backward_explanation import BackwardCall
+
+            call = BackwardCall.of(request, arch, deterministic)
+        else:
+            from .forward_explanation import ForwardCall
+
+            call = ForwardCall.of(request, arch)
     except (ValueError, TypeError, UnsupportedError) as error:
-        return Explanation(refused=str(error), rule=type(error).__name__)
-    if on_cpu:
-        return explain_cpu(request)
-    return explain_gpu(request, problem, target, planned=arch is not None, compile=compile)
+        function: Function = "attention_backward" if backward else "attention"
+        return Explanation(refused=str(error), rule=type(error).__name__, function=function)
+    explanation: Explanation = call.explain(compile=compile)
+    return explanation
 
 
 def as_if_on_gpu(request: Request) -> Request:
@@ -217,83 +249,14 @@ def shape_of(request: Request) -> Shape:
     )
 
 
-def explain_cpu(request: Request) -> Explanation:
-    """The NumPy backend: no kernel, no roofline, the same counts."""
-    from .cpu import TILE_ROWS
-
-    shape = shape_of(request)
-    by_blocks = cost.Schedule(TILE_ROWS, 1, 1, 0)  # every block of queries reads K and V again
-    return Explanation(
-        call=call_text(request),
-        backend="numpy",
-        flops=shape.flops,
-        hbm_bytes=cost.fused_bytes(shape, by_blocks, request.return_lse),
-        standard_bytes=shape.standard_bytes,
-        notes=("NumPy backend: blocked online softmax, matrix products by NumPy's BLAS",),
-    )
+def target_of(request: Request, arch: str | None) -> Arch:
+    """The target that names a call's GPU, or the one that it is planned for."""
+    return arch_for(ARCHES[arch].compute_capability) if arch else jit.device_arch(request.device)
 
 
-def explain_gpu(
-    request: Request, problem: AttentionProblem | None, arch: Arch, *, planned: bool, compile: bool
-) -> Explanation:
-    """The kernel, where its code is, and what the call costs on the device or on the card that stands for ``arch``.
-
-    No problem: the call launches nothing.
-    """
-    device = cost.NOMINAL_DEVICES[arch.name] if planned else device_model(request.device, arch)
-    shape = shape_of(request)
-    base = Explanation(
-        call=call_text(request),
-        backend="cuda",
-        device=device,
-        flops=shape.flops,
-        standard_bytes=shape.standard_bytes,
-        notes=("nothing is launched: the call has no rows or no keys",),
-    )
-    if problem is None:
-        return base
-    kernel = explain_kernel(request, problem, device, planned=planned, compile=compile)
-    return dataclasses.replace(
-        base,
-        kernel=kernel,
-        hbm_bytes=cost.fused_bytes(shape, kernel.schedule, request.return_lse),
-        notes=notes(request, kernel, device, planned=planned),
-    )
-
-
-def explain_kernel(
-    request: Request, problem: AttentionProblem, device: DeviceModel, *, planned: bool, compile: bool
-) -> Kernel:
-    """The kernel that serves a call which launches one."""
-    config = kernels.select_config(problem)
-    grid, schedule = grid_and_schedule(request, problem, config, device)
-    ptx = not planned and needs_ptx(ARCHES[problem.arch], driver.device_compute_capability(request.device))
-    cached, compiled = locate(problem, config, None if planned else request.device, compile=compile, ptx=ptx)
-    return Kernel(
-        symbol=kernels.symbol(problem, config),
-        family=config.family,
-        problem=problem,
-        config=config,
-        smem=config.smem(problem),
-        grid=grid,
-        schedule=schedule,
-        ptx=ptx,
-        cached=cached,
-        compiled=compiled,
-    )
-
-
-def grid_and_schedule(
-    request: Request, problem: AttentionProblem, config: KernelConfig, device: DeviceModel
-) -> tuple[tuple[tuple[int, int, int], ...], Schedule]:
-    """Thread blocks of each launch, and the order of the work that they do."""
-    resident = device.multiprocessors * config.ctas
-    if isinstance(config, Sm90Config):
-        grid = kernels.persistent_grid(problem, config, *jit.sizes_of(request), device.multiprocessors)
-        return ((grid.blocks, 1, 1),), Schedule(config.block_m, grid.section, resident, device.l2_bytes)
-    assert isinstance(config, Sm80Config)
-    launches = tuple(blocks for _, blocks in kernels.forward_grid(problem, config, *jit.sizes_of(request)).launches)
-    return launches, Schedule(config.block_m, launches[0][0], resident, device.l2_bytes)
+def device_of(request: Request, target: Arch, *, planned: bool) -> DeviceModel:
+    """A call's device as the cost model sees it, or the card that stands for ``arch=``."""
+    return cost.NOMINAL_DEVICES[target.name] if planned else device_model(request.device, target)
 
 
 def device_model(ordinal: int, arch: Arch) -> DeviceModel:
@@ -306,6 +269,34 @@ def device_model(ordinal: int, arch: Arch) -> DeviceModel:
         properties.clock_hz,
         properties.memory_bytes_per_second,
         properties.l2_bytes,
+    )
+
+
+def describe_kernel(
+    problem: AttentionProblem,
+    config: KernelConfig,
+    grid: tuple[tuple[int, int, int], ...],
+    schedule: Schedule | BackwardSchedule | None,
+    hbm_bytes: int,
+    device: int | None,
+    *,
+    compile: bool,
+) -> Kernel:
+    """A kernel with its code, wherever that is; ``device`` is None where the call is planned for ``arch=``."""
+    ptx = device is not None and needs_ptx(ARCHES[problem.arch], driver.device_compute_capability(device))
+    cached, compiled = locate(problem, config, device, compile=compile, ptx=ptx)
+    return Kernel(
+        symbol=kernels.symbol(problem, config),
+        family=config.family,
+        problem=problem,
+        config=config,
+        smem=config.smem(problem),
+        grid=grid,
+        schedule=schedule,
+        hbm_bytes=hbm_bytes,
+        ptx=ptx,
+        cached=cached,
+        compiled=compiled,
     )
 
 
@@ -325,28 +316,20 @@ def locate(
     return origin, compiled
 
 
-def notes(request: Request, kernel: Kernel, device: DeviceModel, *, planned: bool) -> tuple[str, ...]:
-    """What is unusual about a call."""
+def common_notes(request: Request, kernel: Kernel, device: DeviceModel, *, planned: bool) -> list[str]:
+    """What is unusual about a call of either pass."""
     problem, arch = kernel.problem, kernel.problem.arch
     found = []
-    if kernels.family_in_use():
-        found.append(f"{kernels.family_in_use()} is asked for in place of the family that would be taken (use_family)")
-    elif arch in kernels.TMA_TARGETS:
-        found.append(f"TMA cannot take {request.tma_refusal}: Ampere-style kernel, slower")
     if problem.access_bytes == 2:
         found.append("scalar-load variant: an address, a stride or a head dim allows 2-byte accesses only; slower")
     elif problem.access_bytes < 16:
         found.append(
             f"{problem.access_bytes}-byte loads: an address, a stride or a head dim is no multiple of 16 bytes; slower"
         )
-    if problem.scale_first:
-        found.append("scale-first variant: the scale is 0, negative, tiny or huge, so scores are scaled before softmax")
-    if problem.short:
-        found.append("variant for few queries, of smaller tiles")
     if kernel.ptx:
         found.append(f"the device is newer than {arch}: the driver translates PTX at the first load")
     if planned:
         found.append(f"planned for {device.arch}; the roofline is that of the {device.name}")
     if request.causal_offset < 0:
         found.append(f"the first {min(request.seqlen_q, -request.causal_offset)} queries see no key and get 0")
-    return tuple(found)
+    return found

@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import cuflash
+from cuflash import kernels
 from cuflash.kernels import select_config
 from cuflash.problem import AttentionProblem
 from tests.oracle import DTYPES, assert_lse, oracle, poisoned, randn
@@ -523,6 +524,35 @@ def test_warmup_of_configs(gpu: FakeGpu) -> None:
     assert symbol.startswith("cuflash_fwd_sm80_d40_dv24_f16_causal_a8_sf") and not gpu.launches
 
 
+@pytest.mark.parametrize("causal", [False, True])
+def test_warmup_makes_gradients_ready(gpu: FakeGpu, causal: bool) -> None:
+    """Neither the call nor its gradients compile anything afterwards, deterministic ones included."""
+    arrays = [gpu.array(x) for x in draw(17, (20, 20))]
+    symbols = cuflash.warmup(*arrays, causal=causal, backward=True)
+    assert len(symbols) == len(gpu.compiled) == 4 and not gpu.launches
+    out, lse = cuflash.attention(*arrays, causal=causal, return_lse=True)
+    for deterministic in (False, True):
+        cuflash.attention_backward(out, *arrays, out, lse, causal=causal, deterministic=deterministic)
+    assert len(gpu.compiled) == 4
+    launched = [kernels.symbol(one.loaded.problem, one.loaded.config) for one in gpu.launches]
+    assert launched == [*symbols, *symbols[1:]]
+
+
+def test_warmup_of_gradients_without_a_kernel(gpu: FakeGpu) -> None:
+    q, k, v = draw(18, (20, 0))
+    assert cuflash.warmup(*map(gpu.array, (q, k, v)), backward=True) == ()
+    assert cuflash.warmup(q, k, v, backward=True) == ()
+
+
+def test_warmup_of_common_gradients(gpu: FakeGpu) -> None:
+    """What calls of common problems need afterwards is there; kernels that know no mask come once."""
+    symbols = cuflash.warmup(configs="common", backward=True)
+    assert len(set(symbols)) == len(symbols) == len(gpu.compiled)
+    assert [sum(stem in symbol for symbol in symbols) for stem in ("_bwd_rows_", "_bwd_dq_")] == [4, 4]
+    arrays = [gpu.array(x) for x in draw(17, (20, 20), dims=(64, 64), dtype="float16")]
+    assert set(cuflash.warmup(*arrays, causal=True, backward=True)) <= set(symbols)
+
+
 def test_warmup_arguments(gpu: FakeGpu) -> None:
     q, k, v = (gpu.array(x) for x in draw(19, (8, 8)))
     for arguments, options in (((), {}), ((q, k, v), {"configs": "common"}), ((q, k, v), {"device": 0})):
@@ -530,6 +560,10 @@ def test_warmup_arguments(gpu: FakeGpu) -> None:
             cuflash.warmup(*arguments, **options)
     with pytest.raises(ValueError, match="'common'"):
         cuflash.warmup(configs="all")
+    with pytest.raises(TypeError, match="backward belongs to arrays"):
+        cuflash.warmup(configs=[], backward=True)
+    with pytest.raises(TypeError, match="backward is 'yes'"):
+        cuflash.warmup(q, k, v, backward="yes")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="device is 2"):
         cuflash.warmup(configs="common", device=2)
 

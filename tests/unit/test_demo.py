@@ -103,7 +103,7 @@ def test_with_a_gpu_every_case_is_shown(shown, monkeypatch):
         assert e.kernel is not None
         state = next(states)
         kernel = explanation.dataclasses.replace(e.kernel, cached=state, compiled=None if state == "no" else code)
-        return explanation.dataclasses.replace(e, kernel=kernel)
+        return explanation.dataclasses.replace(e, kernels=(kernel,))
 
     cupy = fake_cupy.module()
     monkeypatch.setitem(sys.modules, "cupy", cupy)
