@@ -277,4 +277,4 @@ def _common_problems(arch: str, backward: bool) -> Iterator[AttentionProblem]:
         if backward:
             from .backward_kernels import problems_beside
 
-            yield from problems_beside(problem, arch)
+            yield from problems_beside(problem, kernels.device_targets(arch, task="backward")[-1])

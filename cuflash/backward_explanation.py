@@ -5,15 +5,15 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from . import driver, jit, kernels
 from .arch import Arch
 from .arrays import CPU
 from .backward_config import BackwardConfig
 from .backward_cost import BackwardSchedule, backward_bytes, backward_flops, backward_standard_bytes
-from .backward_kernels import backward_grid
-from .backward_plan import ROW_TILE, BackwardPlan, plan_with, problems_of
+from .backward_kernels import backward_grid, problems_for
+from .backward_plan import ROW_TILE, BackwardPlan, plan_with
 from .backward_request import BackwardRequest
 from .checks import check_flag
 from .cost import DeviceModel
@@ -64,7 +64,7 @@ class BackwardCall:
             return cls(request, None, None, False)
         target = target_of(forward, arch)
         launches = forward.rows > 0 and forward.seqlen_k > 0
-        plan = unloaded_plan(request, problems_of(request, target.name)) if launches else None
+        plan = unloaded_plan(request, problems_for(request, target.name)) if launches else None
         return cls(request, target, plan, arch is not None)
 
     def explain(self, *, compile: bool) -> Explanation:
@@ -115,8 +115,8 @@ class BackwardCall:
     def schedule(self, plan: BackwardPlan, device: DeviceModel) -> BackwardSchedule:
         """The order of the main kernel's work, for the cost model."""
         first, main, _ = plan.launches
-        config, padded_rows = main.loaded.config, first.blocks * ROW_TILE
-        assert isinstance(config, BackwardConfig) and plan.workspace is not None
+        config, padded_rows = cast(BackwardConfig, main.loaded.config), first.blocks * ROW_TILE
+        assert plan.workspace is not None
         sizes = jit.sizes_of(self.request.forward)
         grid = backward_grid(main.loaded.problem, config, sizes, self.request.deterministic)
         return BackwardSchedule(

@@ -10,8 +10,9 @@ from typing import NamedTuple
 from .arch import backward
 from .backward_config import BackwardConfig
 from .backward_params import BACKWARD_DQ, BACKWARD_ROWS, BACKWARD_SM80
-from .kernels import L2_SECTION_BYTES, SHIPPED_HEAD_DIMS, KernelFamily, device_targets
-from .problem import DTYPES, AttentionProblem
+from .backward_request import BackwardRequest
+from .kernels import L2_SECTION_BYTES, SHIPPED_HEAD_DIMS, KernelFamily
+from .problem import DTYPES, AttentionProblem, Task
 
 FAMILIES = {
     family.name: family
@@ -25,6 +26,15 @@ FAMILIES = {
         KernelFamily("backward_dq", "backward_dq.cu.j2", "cuflash_bwd_dq", BACKWARD_DQ, backward.backward_dq_config),
     )
 }
+
+
+TASKS: tuple[Task, ...] = ("backward_rows", "backward", "backward_dq")
+"""Of a call's kernels, in the order of their launches."""
+
+
+def problems_for(request: BackwardRequest, arch: str) -> tuple[AttentionProblem, ...]:
+    """The kernels that serve a call, in order, on a device that ``arch`` names."""
+    return tuple(request.problem(arch, task) for task in TASKS)
 
 
 class BackwardGrid(NamedTuple):
@@ -71,9 +81,8 @@ def backward_grid(
     return BackwardGrid(-(-seqlen_q // config.block_m), n_tiles, min(section, heads), n_tiles * heads)
 
 
-def problems_beside(forward: AttentionProblem, arch: str) -> tuple[AttentionProblem, ...]:
-    """The kernels of the gradients of a forward problem's calls, in order, on a device that ``arch`` names."""
-    target = device_targets(arch, task="backward")[-1]
+def problems_beside(forward: AttentionProblem, target: str) -> tuple[AttentionProblem, ...]:
+    """The kernels of the gradients of a forward problem's calls, in order; ``target`` is that of the main one."""
     main = replace(forward, task="backward", scale_first=False, short=False, arch=target)
     rows = replace(main, task="backward_rows", mask="full")
     return rows, main, replace(rows, task="backward_dq", head_dim_v=main.head_dim)

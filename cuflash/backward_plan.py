@@ -12,12 +12,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from . import driver, jit
 from .backward_config import BackwardConfig
-from .backward_kernels import BackwardGrid, backward_grid
+from .backward_kernels import BackwardGrid, backward_grid, problems_for
 from .backward_params import BACKWARD_DQ, BACKWARD_ROWS, BACKWARD_SM80
 from .backward_request import BackwardRequest
 from .errors import UnsupportedError
 from .params import fast_div
-from .problem import AttentionProblem
 from .request import LOG2_E
 
 if TYPE_CHECKING:
@@ -132,15 +131,8 @@ def make_plan(request: BackwardRequest) -> BackwardPlan:
     if forward.rows == 0 or forward.seqlen_k == 0:
         return BackwardPlan(request.device)
     arch = jit.device_arch(request.device)
-    return plan_with(request, *(jit.kernel_for(problem, request.device) for problem in problems_of(request, arch.name)))
-
-
-def problems_of(request: BackwardRequest, arch: str) -> tuple[AttentionProblem, AttentionProblem, AttentionProblem]:
-    """The kernels that a call launches, in order, on a device that ``arch`` names."""
-    return (
-        request.problem(arch, "backward_rows"),
-        request.problem(arch, "backward"),
-        request.problem(arch, "backward_dq"),
+    return plan_with(
+        request, *(jit.kernel_for(problem, request.device) for problem in problems_for(request, arch.name))
     )
 
 

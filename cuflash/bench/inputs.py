@@ -60,6 +60,12 @@ class Case:
         dims = self.head_dim + self.head_dim_v
         return 2.0 * self.batch * self.heads * self.seqlen**2 * dims / (2 if self.causal else 1)
 
+    def flops_of(self, which: str) -> float:
+        """As `flops`, for ``"backward"`` 2 B H N N (3 D + 2 Dv): 2.5 times as many where D = Dv."""
+        if which == "forward":
+            return self.flops
+        return self.flops * (3 * self.head_dim + 2 * self.head_dim_v) / (self.head_dim + self.head_dim_v)
+
     def tflops(self, milliseconds: float) -> float:
         return self.flops / milliseconds / 1e9
 
@@ -89,7 +95,7 @@ def poison(array: Any) -> None:
 
 
 class InputPool:
-    """Q, K, V and the output of some cases, as CuPy views of four buffers; nothing is copied per case.
+    """Q, K, V and one like the output of some cases, as CuPy views of four buffers; nothing is copied per case.
 
     The numbers are made on the host: CuPy's own generator would need the cuRAND library.
     """
@@ -98,14 +104,13 @@ class InputPool:
         import cupy
 
         rng = np.random.default_rng(seed)
-        *inputs, out = (max(map(math.prod, shapes)) for shapes in zip(*(case.shapes for case in cases), strict=True))
+        sizes = (max(map(math.prod, shapes)) for shapes in zip(*(case.shapes for case in cases), strict=True))
         self._buffers = [
-            cupy.asarray(rng.standard_normal(size, dtype=np.float32).astype(numpy_dtype(dtype))) for size in inputs
+            cupy.asarray(rng.standard_normal(size, dtype=np.float32).astype(numpy_dtype(dtype))) for size in sizes
         ]
-        self._buffers.append(cupy.empty(out, dtype=numpy_dtype(dtype)))
 
     def arrays(self, case: Case) -> list[Any]:
-        """[q, k, v, out] of a case; what the output holds is arbitrary."""
+        """[q, k, v, x] of a case: the forward pass writes its output into x, the backward pass takes it as dO."""
         return [
             buffer[: math.prod(shape)].reshape(shape) for buffer, shape in zip(self._buffers, case.shapes, strict=True)
         ]

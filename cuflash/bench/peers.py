@@ -1,10 +1,13 @@
-"""Who is timed: cuflash, its other kernel family, and the backends of torch's scaled_dot_product_attention."""
+"""Who is timed: cuflash, its other kernel family, and the backends of torch's scaled_dot_product_attention.
+
+Those of the forward pass; `gradients` has those of the backward pass.
+"""
 
 from __future__ import annotations
 
 import importlib.util
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +19,8 @@ from .measure import Call
 OURS = "cuflash"
 OURS_SM80 = "cuflash sm80"
 """The Ampere-style kernels, on a device whose calls take others."""
+OURS_FIXED = "cuflash deterministic"
+"""Gradients that repeat bit for bit."""
 
 LEGACY_STREAM = 0
 """Where CuPy and torch both start."""
@@ -29,13 +34,13 @@ class Contestant:
     ----------
     call : callable
         Queues the work on the current stream.
-    output : callable
-        Runs once and returns the result as a CuPy array of shape (batch, seq, heads, dim).
+    results : callable
+        Runs once and returns the results by name, as CuPy arrays of shape (batch, seq, heads, dim).
     """
 
     name: str
     call: Call
-    output: Callable[[], Any]
+    results: Callable[[], dict[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,12 +89,12 @@ def planned_call(plan: jit.CallPlan, arrays: list[Any]) -> Call:
 def writing_contestant(name: str, call: Call, out: Any) -> Contestant:
     """A call that writes into ``out``, which others use as well."""
 
-    def output() -> Any:
+    def results() -> dict[str, Any]:
         poison(out)
         call()
-        return out.copy()
+        return {"out": out.copy()}
 
-    return Contestant(name, call, output)
+    return Contestant(name, call, results)
 
 
 def torch_backends() -> dict[str, Any]:
@@ -119,34 +124,36 @@ def torch_peer(name: str, case: Case, arrays: list[Any]) -> Contestant | Refusal
         with sdpa_kernel(backend), torch.no_grad():
             return sdpa(q, k, v, is_causal=case.causal, enable_gqa=case.heads_k != case.heads)
 
-    def output() -> Any:
-        import cupy
+    def results() -> dict[str, Any]:
+        return {"out": to_cupy(call())}
 
-        return cupy.from_dlpack(call().transpose(1, 2))
+    return refusal(name, call) or Contestant(name, call, results)
+
+
+def to_cupy(tensor: Any) -> Any:
+    """A tensor in torch's own layout as a CuPy array of shape (batch, seq, heads, dim)."""
+    import cupy
+
+    return cupy.from_dlpack(tensor.transpose(1, 2))
+
+
+def refusal(name: str, attempt: Call) -> Refusal | None:
+    """What a peer says to an attempt; None if it takes the case."""
+    import torch
 
     with warnings.catch_warnings(record=True) as caught:  # torch warns of the reasons, then raises without them
         warnings.simplefilter("always")
         try:
-            call()
+            attempt()
             torch.cuda.synchronize()
         except RuntimeError as error:
             reasons = [str(warning.message) for warning in caught] or [str(error)]
             return Refusal(name, " ".join(reason.strip().splitlines()[0] for reason in reasons))
-    return Contestant(name, call, output)
+    return None
 
 
-def contestants(
-    case: Case, arrays: list[Any], peers: tuple[str, ...], *, both_families: bool
-) -> tuple[list[Contestant], list[Refusal]]:
-    """Cuflash, by its other kernel family as well if asked, and the peers that take the case."""
-    found = [ours(case, arrays)]
-    if both_families:
-        found.append(ours_sm80(case, arrays))
-    refused: list[Refusal] = []
-    for name in peers:
-        peer = torch_peer(name, case, arrays)
-        if isinstance(peer, Refusal):
-            refused.append(peer)
-        else:
-            found.append(peer)
-    return found, refused
+def sort_out(everybody: Iterable[Contestant | Refusal]) -> tuple[list[Contestant], list[Refusal]]:
+    """Who takes the case, and who does not."""
+    listed = list(everybody)
+    taking = [one for one in listed if isinstance(one, Contestant)]
+    return taking, [one for one in listed if isinstance(one, Refusal)]

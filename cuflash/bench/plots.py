@@ -6,11 +6,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from .forward import is_main
-from .peers import OURS, OURS_SM80
+from .peers import OURS, OURS_FIXED, OURS_SM80
 from .report import TITLES, Record, Row, contestant_names
+from .table import is_main
 
-COLOURS = {OURS: "#d1495b", OURS_SM80: "#e8a0a8", "flash": "#2e4057", "cudnn": "#66a182", "efficient": "#c9a227"}
+COLOURS = {
+    OURS: "#d1495b",
+    OURS_FIXED: "#8c2f5e",
+    OURS_SM80: "#e8a0a8",
+    "flash": "#2e4057",
+    "cudnn": "#66a182",
+    "efficient": "#c9a227",
+}
 HEAD_DIM_COLOURS = {64: "#edae49", 128: "#d1495b", 256: "#00798c"}
 GRID = "#e4e4e4"
 MUTED = "#5c5c5c"
@@ -27,17 +34,20 @@ def draw(record: Record, folder: Path) -> list[Path]:
     import matplotlib
 
     matplotlib.use("Agg")
-    rows = [row for row in record.get("forward", []) if is_main(row)]
+    which = record["pass"]
+    rows = [row for row in record.get("speed", []) if is_main(row)]
     if not rows:
         return []
     folder.mkdir(parents=True, exist_ok=True)
     paths = []
     for dtype in sorted({row["case"]["dtype"] for row in rows}):
         chosen = [row for row in rows if row["case"]["dtype"] == dtype]
-        figure = speed_figure(chosen, dtype, record["environment"])
-        paths.append(save(figure, folder / f"forward_{dtype}.png"))
-        figure = roofline_figure(chosen, dtype, record["environment"])
-        paths.append(save(figure, folder / f"roofline_{dtype}.png"))
+        figure = speed_figure(chosen, f"{which}, {dtype}", record["environment"])
+        paths.append(save(figure, folder / f"{which}_{dtype}.png"))
+        if not all(row["hbm_bytes"] for row in chosen):  # gradients on the CPU
+            continue
+        figure = roofline_figure(chosen, f"{which}, {dtype}", record["environment"])
+        paths.append(save(figure, folder / f"{which}_roofline_{dtype}.png"))
     return paths
 
 
@@ -77,7 +87,7 @@ def caption(environment: Record) -> str:
 # --- speed -----------------------------------------------------------------------------------------------------
 
 
-def speed_figure(rows: Sequence[Row], dtype: str, environment: Record) -> Any:
+def speed_figure(rows: Sequence[Row], title: str, environment: Record) -> Any:
     """A panel for each head dim and mask: TFLOP/s over N, the quartiles as a band."""
     import matplotlib.pyplot as plt
 
@@ -98,8 +108,11 @@ def speed_figure(rows: Sequence[Row], dtype: str, environment: Record) -> Any:
         axes.set_ylabel("TFLOP/s", color=MUTED, fontsize=9, labelpad=6)
         axes.set_ylim(bottom=0)
     handles, labels = panels[0][0].get_legend_handles_labels()
-    figure.suptitle(f"Attention forward, {dtype}", fontsize=14, x=0.01, ha="left", weight="bold")
-    figure.legend(handles[::-1], labels[::-1], loc="outside upper right", ncols=len(labels), frameon=False, fontsize=10)
+    figure.suptitle(f"Attention {title}", fontsize=14, x=0.01, ha="left", weight="bold")
+    figure.legend(
+        handles[::-1], labels[::-1], loc="outside upper right", ncols=len(labels), frameon=False, fontsize=10,
+        handlelength=1.5, columnspacing=1.4,
+    )  # fmt: skip
     figure.supxlabel(caption(environment), fontsize=8, color=MUTED, x=0.01, ha="left")
     return figure
 
@@ -128,7 +141,7 @@ def speed_panel(axes: Any, rows: Sequence[Row]) -> None:
 # --- roofline --------------------------------------------------------------------------------------------------
 
 
-def roofline_figure(rows: Sequence[Row], dtype: str, environment: Record) -> Any:
+def roofline_figure(rows: Sequence[Row], title: str, environment: Record) -> Any:
     """Speed over predicted arithmetic intensity, under the roofs of the device.
 
     Hollow marks on the memory roof: the most that attention could reach which keeps the N x N matrix in memory.
@@ -155,7 +168,7 @@ def roofline_figure(rows: Sequence[Row], dtype: str, environment: Record) -> Any
     hollow = axes.plot([], [], color=MUTED, marker="o", linestyle="none", markerfacecolor="white")[0]
     hollow.set_label("with the N x N matrix in memory, at most")
     axes.legend(loc="lower right", frameon=False, fontsize=9)
-    figure.suptitle(f"Roofline, attention forward, {dtype}", fontsize=14, x=0.01, ha="left", weight="bold")
+    figure.suptitle(f"Roofline, attention {title}", fontsize=14, x=0.01, ha="left", weight="bold")
     figure.supxlabel(caption(environment), fontsize=8, color=MUTED, x=0.01, ha="left")
     return figure
 

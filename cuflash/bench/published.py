@@ -13,21 +13,25 @@ SOURCE = (
     "newest commit, nvcc 13.0), FlashAttention-4 (flash-attn-4's Hopper path) and cuDNN, over cuDNN in the same run"
 )
 
-LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
+LENGTHS = {"forward": (512, 1024, 2048, 4096, 8192, 16384), "backward": (1024, 4096, 8192, 16384)}
 _BEST_OVER_CUDNN = {
-    (64, False): (1.00, 1.00, 1.08, 1.14, 1.28, 1.27),
-    (64, True): (1.00, 1.00, 1.08, 1.13, 1.26, 1.28),
-    (128, False): (1.00, 1.04, 1.06, 1.09, 1.18, 1.23),
-    (128, True): (1.00, 1.13, 1.18, 1.19, 1.19, 1.32),
-    (256, False): (1.00, 1.06, 1.08, 1.08, 1.14, 1.19),
-    (256, True): (1.00, 1.08, 1.16, 1.20, 1.23, 1.38),
+    ("forward", 64, False): (1.00, 1.00, 1.08, 1.14, 1.28, 1.27),
+    ("forward", 64, True): (1.00, 1.00, 1.08, 1.13, 1.26, 1.28),
+    ("forward", 128, False): (1.00, 1.04, 1.06, 1.09, 1.18, 1.23),
+    ("forward", 128, True): (1.00, 1.13, 1.18, 1.19, 1.19, 1.32),
+    ("forward", 256, False): (1.00, 1.06, 1.08, 1.08, 1.14, 1.19),
+    ("forward", 256, True): (1.00, 1.08, 1.16, 1.20, 1.23, 1.38),
+    ("backward", 64, False): (1.20, 1.25, 1.29, 1.18),
+    ("backward", 64, True): (1.29, 1.33, 1.40, 1.42),
+    ("backward", 128, False): (1.11, 1.11, 1.19, 1.16),
+    ("backward", 128, True): (1.15, 1.18, 1.27, 1.28),
 }
-"""By head dim and whether causal, for each of ``LENGTHS``."""
+"""By pass, head dim and whether causal, for each of ``LENGTHS``; the whole backward pass, with 2.5 times the FLOPs."""
 
 
-def best_over_cudnn(device: str, head_dim: int, causal: bool, seqlen: int) -> float | None:
-    """How many times cuDNN's speed the fastest public kernel has; None where that is not known."""
-    row = _BEST_OVER_CUDNN.get((head_dim, causal))
-    if DEVICE not in device or row is None or seqlen not in LENGTHS:
+def best_over_cudnn(which: str, device: str, head_dim: int, causal: bool, seqlen: int) -> float | None:
+    """How many times cuDNN's speed the fastest public kernel has in a pass; None where that is not known."""
+    row = _BEST_OVER_CUDNN.get((which, head_dim, causal))
+    if DEVICE not in device or row is None or seqlen not in LENGTHS[which]:
         return None
-    return row[LENGTHS.index(seqlen)]
+    return row[LENGTHS[which].index(seqlen)]

@@ -8,18 +8,24 @@ from itertools import groupby
 from typing import Any
 
 from . import published
-from .forward import derived_ratio, is_grouped, is_main, ratio
-from .peers import OURS, OURS_SM80
+from .peers import OURS, OURS_FIXED, OURS_SM80
+from .table import PassName, derived_ratio, is_grouped, is_main, ratio
 
 TITLES = {
     OURS: "cuflash",
+    OURS_FIXED: "cuflash deterministic",
     OURS_SM80: "cuflash sm80",
     "flash": "torch flash (FA2)",
     "cudnn": "torch cuDNN",
     "efficient": "torch efficient",
 }
-RATIOS = ((OURS, "flash"), (OURS, "cudnn"), (OURS_SM80, "flash"))
+FAMILIES = (OURS, OURS_SM80)
+RATIOS = ((OURS, "flash"), (OURS, "cudnn"), (OURS_SM80, "flash"), (OURS_FIXED, OURS))
 """Whose multiples of whom the tables show."""
+FLOPS = {
+    "forward": "2 B H N² (D + Dv)",
+    "backward": "2 B H N² (3 D + 2 Dv), 2.5 times the forward pass's where D = Dv",
+}
 DERIVED = "best public kernel (derived through cuDNN)"
 
 Record = dict[str, Any]
@@ -28,17 +34,18 @@ Row = dict[str, Any]
 
 def markdown(record: Record) -> str:
     """The whole report of a record."""
-    parts = [f"# Forward benchmark: {record['environment']['device']}", environment_text(record["environment"])]
-    if rows := record.get("forward"):
-        device = record["environment"]["device"]
-        parts += [summary_text(rows, device), *forward_tables(rows, device), other_dims_text(rows), grouped_text(rows)]
-        parts.append(accuracy_text(rows))
+    which, environment = record["pass"], record["environment"]
+    parts = [f"# {which.capitalize()} benchmark: {environment['device']}", environment_text(environment)]
+    if rows := record.get("speed"):
+        device = environment["device"]
+        parts += [summary_text(rows, which, device), *speed_tables(rows, which, device)]
+        parts += [other_dims_text(rows), grouped_text(rows), accuracy_text(rows)]
     if record.get("host"):
-        parts.append(host_text(record["host"]))
+        parts.append(host_text(record["host"], which))
     if record.get("startup"):
         parts.append(startup_text(record["startup"]))
     if record.get("memory"):
-        parts.append(memory_text(record["memory"]))
+        parts.append((memory_text if which == "forward" else long_text)(record["memory"]))
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
@@ -93,17 +100,22 @@ def contestant_names(rows: list[Row]) -> list[str]:
     return [name for name in TITLES if any(name in row["results"] for row in rows)]
 
 
-def forward_tables(rows: list[Row], device: str) -> list[str]:
+def speed_tables(rows: list[Row], which: PassName, device: str) -> list[str]:
     """TFLOP/s over N, one table per dtype, head dim and mask."""
     chosen = [row for row in rows if is_main(row)]
     intro = (
         "## Speed\n\nTFLOP/s: medians of device-event times, everybody in turn, round by round, in one process; in "
-        "parentheses the interquartile range in per cent where it exceeds 2. FLOPs = 2 B H N² (D + Dv), half for "
+        f"parentheses the interquartile range in per cent where it exceeds 2. FLOPs = {FLOPS[which]}, half for "
         "causal; B N = 16384, H D = 2048, layout (B, N, H, D)."
     )
+    if which == "backward":
+        intro += (
+            " The whole backward pass, from the output and the LSE on, results allocated: torch.autograd.grad with the "
+            "graph kept, for torch's backends."
+        )
     if any(OURS_SM80 in row["results"] for row in rows):
         intro += " cuflash is what a call takes; cuflash sm80 is the Ampere-style family on the same device."
-    if any(derived_ratio(row, device) for row in chosen):
+    if any(derived_ratio(row, which, device) for row in chosen):
         intro += (
             "\n\n*Derived* rows were not measured here: cuflash / cuDNN of this run, over the best public kernel / "
             f"cuDNN of another run, which was {published.SOURCE}. The float16 tables divide by the same figures."
@@ -111,11 +123,11 @@ def forward_tables(rows: list[Row], device: str) -> list[str]:
     parts = [intro]
     for (dtype, head_dim, causal), group in groups(chosen):
         title = f"### {dtype}, d = {head_dim}, {'causal' if causal else 'full'}"
-        parts.append(f"{title}\n\n{table_over_lengths(group, device)}")
+        parts.append(f"{title}\n\n{table_over_lengths(group, which, device)}")
     return parts
 
 
-def table_over_lengths(rows: list[Row], device: str) -> str:
+def table_over_lengths(rows: list[Row], which: PassName, device: str) -> str:
     """Everybody's speed, and who is how many times as fast as whom, a column for each length."""
     rows = sorted(rows, key=lambda row: row["case"]["seqlen"])
     body = [[TITLES[name], *(speed_cell(row, name) for row in rows)] for name in contestant_names(rows)]
@@ -123,7 +135,7 @@ def table_over_lengths(rows: list[Row], device: str) -> str:
         ratios = [ratio(row, peer, name) for row in rows]
         if any(ratios):
             body.append([f"**{name} / {peer}**", *map(ratio_cell, ratios)])
-    derived = [derived_ratio(row, device) for row in rows]
+    derived = [derived_ratio(row, which, device) for row in rows]
     if any(derived):
         body.append(["*cuflash / best public, derived through cuDNN*", *map(ratio_cell, derived)])
     return table(["", *(str(row["case"]["seqlen"]) for row in rows)], body)
@@ -146,13 +158,14 @@ def geometric_mean(values: list[float]) -> float:
     return math.exp(sum(math.log(value) for value in values) / len(values))
 
 
-def summary_text(rows: list[Row], device: str) -> str:
+def summary_text(rows: list[Row], which: PassName, device: str) -> str:
     """Least and geometric mean multiple of each peer."""
     main, grouped = [row for row in rows if is_main(row)], [row for row in rows if is_grouped(row)]
     body = [
         *summary_lines(main, OURS, "64, 128, 256"),
-        *derived_lines(main, device),
+        *derived_lines(main, which, device),
         *summary_lines(main, OURS_SM80, "64, 128, 256"),
+        *fixed_lines(main),
         *summary_lines(grouped, OURS, "128, grouped heads"),
     ]
     columns = ["", "times as fast as", "head dims", "geometric mean", "least", "where", "cases"]
@@ -161,14 +174,24 @@ def summary_text(rows: list[Row], device: str) -> str:
 
 def summary_lines(rows: list[Row], name: str, part: str) -> list[list[object]]:
     """One of cuflash's families against each peer."""
-    peers = [peer for peer in contestant_names(rows) if peer not in (OURS, OURS_SM80)]
+    peers = [peer for peer in contestant_names(rows) if peer not in (*FAMILIES, OURS_FIXED)]
     lines = []
     for peer in peers:
         lines += summary_line((TITLES[name], TITLES[peer], part), [(ratio(row, peer, name), row) for row in rows])
     return lines
 
 
-def derived_lines(rows: list[Row], device: str) -> list[list[object]]:
+def fixed_lines(rows: list[Row]) -> list[list[object]]:
+    """The deterministic mode against the default, by mask."""
+    lines = []
+    for part, causal in (("64, 128, 256, full", False), ("64, 128, 256, causal", True)):
+        chosen = [row for row in rows if row["case"]["causal"] == causal]
+        ratios = [(ratio(row, OURS, OURS_FIXED), row) for row in chosen]
+        lines += summary_line((TITLES[OURS_FIXED], TITLES[OURS], part), ratios)
+    return lines
+
+
+def derived_lines(rows: list[Row], which: PassName, device: str) -> list[list[object]]:
     """Cuflash against the best public kernels, through cuDNN."""
     lines = []
     for part, head_dims, lengths in (
@@ -177,7 +200,9 @@ def derived_lines(rows: list[Row], device: str) -> list[list[object]]:
         ("256", (256,), range(16385)),
     ):
         chosen = [r for r in rows if r["case"]["head_dim"] in head_dims and r["case"]["seqlen"] in lengths]
-        lines += summary_line((TITLES[OURS], DERIVED, part), [(derived_ratio(row, device), row) for row in chosen])
+        lines += summary_line(
+            (TITLES[OURS], DERIVED, part), [(derived_ratio(row, which, device), row) for row in chosen]
+        )
     return lines
 
 
@@ -229,23 +254,25 @@ def grouped_text(rows: list[Row]) -> str:
         f"## Grouped heads (TFLOP/s)\n\n{case['dtype']}, {'causal' if case['causal'] else 'full'}, B {case['batch']}, "
         f"{heads}. Everybody gets the same K and V; torch's backends with enable_gqa."
     )
-    return f"{intro}\n\n{table_over_lengths(chosen, '')}"
+    return f"{intro}\n\n{table_over_lengths(chosen, 'forward', '')}"
 
 
 def accuracy_text(rows: list[Row]) -> str:
-    """Error against float64 per dtype and head dim: the worst over masks and lengths, and the worst ratio to flash."""
+    """Error against float64 per dtype, head dim and result: the worst over masks and lengths, and that over flash's."""
     names = contestant_names(rows)
-    ours = [name for name in (OURS, OURS_SM80) if name in names]
+    ours = [name for name in FAMILIES if name in names]
     body = []
 
     def key(row: Row) -> tuple[str, int, int, bool]:
         return row["case"]["dtype"], row["case"]["head_dim"], row["case"]["head_dim_v"], is_grouped(row)
 
     for (dtype, *_, grouped), group in group_by(rows, key):
-        cells: list[str] = [f"{dtype} d{dims_name(group[0]['case'])}{', grouped heads' if grouped else ''}"]
-        cells += [worst_error(group, name, "relative") for name in names]
-        cells += [worst_ratio(group, name, measure) for name in ours for measure in ("relative", "largest")]
-        body.append(cells)
+        label = f"{dtype} d{dims_name(group[0]['case'])}{', grouped heads' if grouped else ''}"
+        for result in judged_results(group):
+            cells = [label if result == "out" else f"{label}, {result}"]
+            cells += [worst_error(group, name, result) for name in names]
+            cells += [worst_ratio(group, name, result, measure) for name in ours for measure in ("relative", "largest")]
+            body.append(cells)
     columns = ["", *(TITLES[name] for name in names)]
     columns += [f"{name} / flash, {measure}" for name in ours for measure in ("relative", "largest")]
     intro = (
@@ -253,37 +280,44 @@ def accuracy_text(rows: list[Row]) -> str:
         "last columns are the worst single case of an error divided by that of torch's flash backend, for the relative "
         "and for the largest absolute one."
     )
-    return f"{intro}\n\n{table(columns, body)}"
+    return f"{intro}\n\n{table(columns, body)}" if body else ""
+
+
+def judged_results(rows: list[Row]) -> list[str]:
+    """What was compared with float64."""
+    return list(dict.fromkeys(name for row in rows for made in row["results"].values() for name in made["errors"]))
 
 
 def group_by(rows: list[Row], key: Callable[[Row], Any]) -> list[tuple[Any, list[Row]]]:
     return [(which, list(group)) for which, group in groupby(sorted(rows, key=key), key)]
 
 
-def error_of(row: Row, name: str, measure: str) -> float | None:
-    result = row["results"].get(name)
-    return float(result["error"][measure]) if result and result.get("error") else None
+def error_of(row: Row, name: str, result: str, measure: str) -> float | None:
+    found = row["results"].get(name, {}).get("errors", {}).get(result)
+    return float(found[measure]) if found else None
 
 
-def worst_error(rows: list[Row], name: str, measure: str) -> str:
-    values = [value for row in rows if (value := error_of(row, name, measure)) is not None]
+def worst_error(rows: list[Row], name: str, result: str) -> str:
+    values = [value for row in rows if (value := error_of(row, name, result, "relative")) is not None]
     return f"{max(values):.2e}" if values else "-"
 
 
-def worst_ratio(rows: list[Row], name: str, measure: str) -> str:
-    pairs = [(error_of(row, name, measure), error_of(row, "flash", measure)) for row in rows]
+def worst_ratio(rows: list[Row], name: str, result: str, measure: str) -> str:
+    pairs = [(error_of(row, name, result, measure), error_of(row, "flash", result, measure)) for row in rows]
     ratios = [ours / flash for ours, flash in pairs if ours is not None and flash]
     return f"{max(ratios):.2f}" if ratios else "-"
 
 
-def host_text(host: Row) -> str:
+def host_text(host: Row, which: PassName) -> str:
     """Host time per call, and as a multiple of the faster SDPA call."""
     sdpa = [value["median"] for name, value in host.items() if name.startswith("torch SDPA")]
     body = []
     for name, value in host.items():
         multiple = f"{value['median'] / min(sdpa):.2f}" if sdpa else "-"
         body.append([name, f"{value['median']:.2f}", f"{value['q1']:.2f} - {value['q3']:.2f}", multiple])
-    intro = "## Host time of one call\n\nB 1, N 128, H 8, D 64, float16, no_grad; medians over batches of 200 calls."
+    what = {"forward": ("one call", "no_grad"), "backward": ("forward and backward", "with autograd where torch is")}
+    title, mode = what[which]
+    intro = f"## Host time of {title}\n\nB 1, N 128, H 8, D 64, float16, {mode}; medians over batches of 200 calls."
     return f"{intro}\n\n{table(['call', 'us', 'quartiles', 'of the faster SDPA'], body)}"
 
 
@@ -314,3 +348,20 @@ def memory_text(memory: list[Row]) -> str:
     body = [[m["case"], m["output"], m["requested"] - m["output"], m["lse"], m["driver"]] for m in memory]
     columns = ["case", "output", "beyond output", "an LSE would be", "growth outside the pool in 100 calls"]
     return f"## Device memory of a warm call\n\nBytes.\n\n{table(columns, body)}"
+
+
+def long_text(calls: list[Row]) -> str:
+    """Peak device memory over the length, and the errors of the longest call."""
+    body = []
+    for call, before in zip(calls, [None, *calls], strict=False):
+        beyond = call["peak"] - call["inputs"] - call["results"]
+        growth = f"{call['peak'] / before['peak']:.3f}" if before else "-"
+        body.append([call["case"], call["inputs"], call["results"], beyond, call["peak"], growth])
+    columns = ["case", "q, k, v, dO", "O, LSE, dQ, dK, dV", "beyond", "peak", "times the row before"]
+    parts = [f"## Device memory of forward and backward\n\nBytes, bfloat16, full.\n\n{table(columns, body)}"]
+    for call in calls:
+        if call["errors"]:
+            rows = [[name, f"{e['relative']:.2e}", f"{e['largest']:.2e}"] for name, e in call["errors"].items()]
+            intro = f"Error against float64 of {call['case']}, all rows and keys of its first and last head:"
+            parts.append(f"{intro}\n\n{table(['', 'relative', 'largest'], rows)}")
+    return "\n\n".join(parts)

@@ -1,4 +1,4 @@
-"""The benchmark as a whole: what is measured, in which order, and where it is written."""
+"""The benchmark as a whole: what is measured in a pass, in which order, and where it is written."""
 
 from __future__ import annotations
 
@@ -7,21 +7,23 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ..cli.screen import Screen
-from . import environment, forward
+from . import environment, overhead, table, training
+from .backward import BACKWARD
+from .forward import FORWARD
 from .inputs import Case, InputPool
 from .measure import CupyTimer, Timer
-from .overhead import measure_host, measure_memory
 from .peers import torch_available
 from .startup import measure_startup
 
-SCHEMA = 2
-PARTS = ("forward", "host", "memory", "startup")
+SCHEMA = 3
+PASSES = {which.name: which for which in (FORWARD, BACKWARD)}
+PARTS = {"forward": ("speed", "host", "memory", "startup"), "backward": ("speed", "host", "memory")}
 MEMORY_SHAPES = (((1, 128, 8, 64), False), ((4, 4096, 16, 128), True))
 
 Record = dict[str, Any]
@@ -29,32 +31,34 @@ Record = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a run of the benchmark does.
+    """What a run of the benchmark does in one pass.
 
     Attributes
     ----------
+    which : Pass
     quick : bool
         A few cases and rounds: seconds instead of minutes.
     parts : tuple of str
-        Out of ``PARTS``.
+        Out of those in ``PARTS``.
     rounds : int or None
-        Rounds of the forward table; None: 15, or 7 when quick.
+        Rounds of the table; None: those of the pass, or 7 when quick.
     commit : str or None
         Names the commit in the record where git cannot tell.
     """
 
-    quick: bool = False
-    parts: tuple[str, ...] = PARTS
+    which: table.Pass
+    quick: bool
+    parts: tuple[str, ...]
     rounds: int | None = None
     commit: str | None = None
 
     @property
-    def forward_rounds(self) -> int:
-        return self.rounds or (7 if self.quick else 15)
+    def table_rounds(self) -> int:
+        return self.rounds or (7 if self.quick else self.which.rounds)
 
     @property
-    def cases(self) -> list[Case]:
-        return forward.quick_cases() if self.quick else forward.all_cases()
+    def cases(self) -> tuple[Case, ...]:
+        return self.which.quick_cases if self.quick else self.which.cases
 
 
 def measure(plan: Plan, screen: Screen, timer: Timer | None = None) -> Record:
@@ -62,50 +66,51 @@ def measure(plan: Plan, screen: Screen, timer: Timer | None = None) -> Record:
     from .. import driver
 
     started = time.perf_counter()
-    ordinal = driver.current_device()
     timer = timer or CupyTimer()
-    peers = forward.PEERS if torch_available() else ()
-    record: Record = {"schema": SCHEMA, "environment": environment.describe(ordinal)}
+    record: Record = {
+        "schema": SCHEMA, "pass": plan.which.name, "environment": environment.describe(driver.current_device()),
+    }  # fmt: skip
     if plan.commit:
         record["environment"]["commit"] = plan.commit
+    measure_host = {"forward": overhead.measure_host, "backward": training.measure_host}[plan.which.name]
     steps: dict[str, Callable[[], Any]] = {
-        "forward": lambda: forward_part(plan, peers, timer, screen, record["environment"]),
+        "speed": lambda: speed_part(plan, timer, screen, record["environment"]),
         "host": lambda: plain(measure_host(timer, batches=10 if plan.quick else 25)),
-        "memory": memory_part,
+        "memory": {"forward": memory_part, "backward": long_part}[plan.which.name],
         "startup": lambda: plain(measure_startup(*((1, 3) if plan.quick else (3, 7)))),
     }
     for part in plan.parts:
-        screen.heading(part)
+        title = f"{plan.which.name}: {part}"
+        screen.heading(title)
         record[part] = steps[part]()
-        screen.line(f"{part}: done after {time.perf_counter() - started:.0f} s")
+        screen.line(f"{title}: done after {time.perf_counter() - started:.0f} s")
     record["seconds"] = round(time.perf_counter() - started, 1)
     return record
 
 
-def forward_part(
-    plan: Plan, peers: tuple[str, ...], timer: Timer, screen: Screen, found: dict[str, Any]
-) -> list[Record]:
+def speed_part(plan: Plan, timer: Timer, screen: Screen, found: dict[str, Any]) -> list[Record]:
     """Compile what is missing, in processes; then time every case."""
-    compile_kernels(plan.cases, screen)
-    with screen.progress("forward table", len(plan.cases)) as advance:
-        rows = forward.measure_forward(
-            plan.cases, peers, plan.forward_rounds, timer, lambda row: advance(forward.describe_row(row))
+    compile_kernels(plan.which, plan.cases, screen)
+    peers = table.PEERS if torch_available() else ()
+    with screen.progress(f"{plan.which.name} table", len(plan.cases)) as advance:
+        rows = table.measure_table(
+            plan.which, plan.cases, peers, plan.table_rounds, timer, lambda row: advance(table.describe_row(row))
         )
     found["nvidia_smi_under_load"] = clocks_under_load(timer)
     return [plain(row) for row in rows]
 
 
-def compile_kernels(cases: list[Case], screen: Screen) -> None:
+def compile_kernels(which: table.Pass, cases: Iterable[Case], screen: Screen) -> None:
     """Fill the disk cache, so that the table does not wait for one kernel after the other."""
-    from .. import driver, jit, kernels
+    from .. import driver, jit
     from ..build import build
     from ..settings import read_settings
 
     settings = read_settings()
     if settings.cache_dir is None or not settings.cache_bytes or not settings.jit:
         return
-    targets = kernels.device_targets(jit.device_arch(driver.current_device()).name)
-    jobs = [job for job in forward.kernel_jobs(cases, targets) if jit.find_code(*job, settings) is None]
+    target = jit.device_arch(driver.current_device()).name
+    jobs = [job for job in table.kernel_jobs(which, cases, target) if jit.find_code(*job, settings) is None]
     if not jobs:
         return
     with screen.progress("kernels", len(jobs)) as advance:
@@ -137,8 +142,13 @@ def memory_part() -> list[Record]:
     found = []
     for shape, causal in MEMORY_SHAPES:
         label = "B{} N{} H{} D{}".format(*shape) + (" causal" if causal else "")
-        found.append({"case": label, **plain(measure_memory(shape, causal))})
+        found.append({"case": label, **plain(overhead.measure_memory(shape, causal))})
     return found
+
+
+def long_part() -> list[Record]:
+    """Peak memory over the length."""
+    return [plain(call) for call in training.measure_long_calls()]
 
 
 def plain(value: Any) -> Any:
@@ -151,9 +161,9 @@ def plain(value: Any) -> Any:
 
 
 def save(record: Record, folder: Path) -> Path:
-    """Write ``forward.json`` in one step; returns its path."""
+    """Write ``forward.json`` or ``backward.json`` in one step; returns its path."""
     folder.mkdir(parents=True, exist_ok=True)
-    target = folder / "forward.json"
+    target = folder / f"{record['pass']}.json"
     descriptor, name = tempfile.mkstemp(dir=folder, suffix=".json")
     with os.fdopen(descriptor, "w") as file:
         json.dump(record, file, indent=1)

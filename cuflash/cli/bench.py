@@ -1,7 +1,7 @@
 """Measure speed and accuracy on this GPU, beside torch's attention where torch is installed.
 
-    cuflash bench --quick
-    cuflash bench --output results/            a record (JSON), a report (Markdown) and pictures
+    cuflash bench --quick                      the forward pass, then the backward pass
+    cuflash bench --backward --output results/            of one pass a record (JSON), a report (Markdown) and pictures
     cuflash bench --record results/forward.json --output results/     report and pictures of an earlier record
 
 With --sweep, kernel configs of one head dim are checked and timed in turn, beside that of the tuning table:
@@ -25,9 +25,10 @@ from .problems import parse_override
 from .screen import Screen
 
 if TYPE_CHECKING:
+    from ..bench.runner import Plan as TablePlan
     from ..bench.sweep import Plan
 
-TABLE_OPTIONS = ("quick", "parts", "record")
+TABLE_OPTIONS = ("forward", "backward", "quick", "parts", "record")
 SWEEP_OPTIONS = (
     "configs", "configs_file", "auto", "head_dim_v", "causal", "dtype", "lengths", "family", "kernels", "compile_only",
     "arch", "jobs",
@@ -35,11 +36,14 @@ SWEEP_OPTIONS = (
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    from ..bench.runner import PARTS
+    from ..bench.runner import PARTS, PASSES
 
+    for name in PASSES:
+        parser.add_argument(f"--{name}", action="store_true", help=f"the {name} pass alone; default: both")
+    parts = tuple(dict.fromkeys(part for of_pass in PARTS.values() for part in of_pass))
     parser.add_argument("--quick", action="store_true", help="a few cases: seconds instead of minutes")
-    parser.add_argument("--parts", nargs="+", choices=PARTS, metavar="PART", help=", ".join(PARTS))
-    parser.add_argument("--rounds", type=int, metavar="N", help="rounds of the forward table, or of a sweep")
+    parser.add_argument("--parts", nargs="+", choices=parts, metavar="PART", help=", ".join(parts))
+    parser.add_argument("--rounds", type=int, metavar="N", help="rounds of the tables, or of a sweep")
     parser.add_argument("--output", type=Path, metavar="DIR", help="write record, report and pictures there")
     parser.add_argument("--record", type=Path, metavar="FILE", help="measure nothing: show this record")
     parser.add_argument("--commit", metavar="TEXT", help="names the commit in the record where git cannot")
@@ -99,26 +103,51 @@ def check_options(args: argparse.Namespace) -> None:
 
 
 def run_table(args: argparse.Namespace, screen: Screen) -> int:
-    from ..bench import report, runner
+    from ..bench import runner
 
     if args.record:
-        record = runner.load(args.record)
-    else:
-        require_gpu()
-        parts = tuple(args.parts or runner.PARTS)
-        record = runner.measure(runner.Plan(args.quick, parts, args.rounds, args.commit), screen)
-    text = report.markdown(record)
-    if args.output:
-        paths = [runner.save(record, args.output)] if not args.record else []
-        paths.append(args.output / "forward.md")
-        args.output.mkdir(parents=True, exist_ok=True)
-        paths[-1].write_text(text, encoding="utf-8")
-        paths += draw(record, args.output, screen)
-        for path in paths:
-            screen.line(f"wrote {path}")
-    else:
-        screen.markdown(text)
+        show(runner.load(args.record), args, screen)
+        return 0
+    require_gpu()
+    for plan in table_plans(args):
+        show(runner.measure(plan, screen), args, screen)
     return 0
+
+
+def table_plans(args: argparse.Namespace) -> list[TablePlan]:
+    """The passes that are asked for, in turn, each with those of the parts that it has.
+
+    Raises
+    ------
+    ValueError
+        None of them has any.
+    """
+    from ..bench.runner import PARTS, PASSES, Plan
+
+    named = [name for name in PASSES if getattr(args, name)] or list(PASSES)
+    parts = {name: tuple(part for part in args.parts or PARTS[name] if part in PARTS[name]) for name in named}
+    if not any(parts.values()):
+        raise ValueError(f"--parts has {', '.join(args.parts)}; of the {named[0]} pass: {', '.join(PARTS[named[0]])}")
+    return [
+        Plan(PASSES[name], args.quick, of_pass, args.rounds, args.commit) for name, of_pass in parts.items() if of_pass
+    ]
+
+
+def show(record: dict[str, Any], args: argparse.Namespace, screen: Screen) -> None:
+    """Print the report, or write it with the record, unless that was read, and the pictures."""
+    from ..bench import report, runner
+
+    text = report.markdown(record)
+    if not args.output:
+        screen.markdown(text)
+        return
+    paths = [runner.save(record, args.output)] if not args.record else []
+    paths.append(args.output / f"{record['pass']}.md")
+    args.output.mkdir(parents=True, exist_ok=True)
+    paths[-1].write_text(text, encoding="utf-8")
+    paths += draw(record, args.output, screen)
+    for path in paths:
+        screen.line(f"wrote {path}")
 
 
 def run_sweep(args: argparse.Namespace, screen: Screen) -> int:
@@ -180,7 +209,7 @@ def require_gpu() -> None:
         raise ImportError("the benchmark needs CuPy: pip install 'cuflash[cuda12]' or 'cuflash[cuda13]'")
 
 
-def draw(record: dict[str, object], folder: Path, screen: Screen) -> list[Path]:
+def draw(record: dict[str, Any], folder: Path, screen: Screen) -> list[Path]:
     """The pictures, if matplotlib is there."""
     if importlib.util.find_spec("matplotlib") is None:
         screen.line("no pictures: matplotlib is not installed (pip install 'cuflash[bench]')")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import io
 import json
@@ -16,7 +17,20 @@ from hypothesis import strategies as st
 
 from cuflash import kernels
 from cuflash.arch import ARCHES
-from cuflash.bench import accuracy, environment, forward, measure, overhead, peers, published, report, runner, startup
+from cuflash.bench import (
+    accuracy,
+    environment,
+    forward,
+    measure,
+    overhead,
+    published,
+    report,
+    runner,
+    startup,
+    table,
+    training,
+)
+from cuflash.bench.forward import FORWARD
 from cuflash.bench.inputs import Case, InputPool, numpy_dtype, poison
 from cuflash.bench.measure import HostCall, Spread, device_times, host_times
 from cuflash.cli import main
@@ -96,7 +110,7 @@ def test_host_time_is_per_call_and_the_first_batch_is_not_counted(monkeypatch):
 
 
 def test_the_table_is_the_one_that_is_promised():
-    cases = forward.all_cases()
+    cases = FORWARD.cases
     assert len(cases) == len(set(cases)) == 2 * (3 * 2 * 6 + 6 * 2) + 7
     grouped = [case for case in cases if case.heads_k != case.heads]
     assert {case.shapes[1] for case in grouped} == {(1, 2**n, 8, 128) for n in range(9, 16)}
@@ -107,7 +121,7 @@ def test_the_table_is_the_one_that_is_promised():
     assert {case.heads * case.head_dim for case in alike if case.head_dim in (32, 64, 128, 256)} == {2048}
     assert {(case.head_dim, case.heads) for case in cases} >= {(80, 25), (96, 21), (160, 12), (192, 10)}
     assert {case.head_dim_v for case in cases if case.head_dim == 192} == {192, 128}
-    assert set(forward.quick_cases()) < set(cases)
+    assert set(FORWARD.quick_cases) < set(cases)
 
 
 def test_flops_of_a_case():
@@ -120,7 +134,7 @@ def test_flops_of_a_case():
 
 
 def test_every_case_has_a_kernel():
-    jobs = forward.kernel_jobs(forward.all_cases(), ("sm_90", "sm_90a"))
+    jobs = table.kernel_jobs(FORWARD, FORWARD.cases, "sm_90")
     assert len(jobs) == 2 * 2 * 2 * 9
     assert jobs[0][0].head_dim == 256
     assert {config.family for _, config in jobs} == {"forward_sm80", "forward_sm90"}
@@ -163,7 +177,7 @@ def test_bfloat16_is_widened_exactly(values):
     np.testing.assert_array_equal(accuracy.to_float64(np.repeat(array, 2)[::2]), expected)
 
 
-@pytest.mark.parametrize("dtype", forward.DTYPES)
+@pytest.mark.parametrize("dtype", forward.TABLE_DTYPES)
 def test_a_poisoned_array_is_not_a_number(dtype):
     array = np.zeros((2, 3), numpy_dtype(dtype))
     poison(array[:, 1:])
@@ -216,9 +230,13 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(f"cuflash.driver.{name}", value)
     monkeypatch.setattr("cuflash.compiler.nvrtc_build", lambda: "13.0.1")
     monkeypatch.setattr("cuflash.bench.inputs.TOKENS", 128)
-    monkeypatch.setattr(runner, "torch_available", lambda: False)
-    monkeypatch.setattr(overhead, "torch_available", lambda: False)
-    monkeypatch.setattr(overhead, "SMALL", (1, 8, 1, 8))
+    for module in (runner, overhead, training):
+        monkeypatch.setattr(module, "torch_available", lambda: False)
+    for module in (overhead, training):
+        monkeypatch.setattr(module, "SMALL", (1, 8, 1, 8))
+    monkeypatch.setattr(training, "LONG_HEADS", 2)
+    monkeypatch.setattr(training, "watched_memory", lambda: contextlib.nullcontext(training.Used(9000, 9000)))
+    monkeypatch.setattr(training.measure_long_calls, "__defaults__", ((16, 32), "bfloat16"))
     monkeypatch.setattr(runner, "MEMORY_SHAPES", (((1, 16, 1, 16), True),))
     monkeypatch.setattr(runner, "clocks_under_load", lambda timer: {"clocks.sm": "1", "power.draw": "2"})
     monkeypatch.setattr(
@@ -228,20 +246,21 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     cases.append(Case.of(80, True, 16, "float16"))
     cases.append(Case.of(192, False, 16, "float16", head_dim_v=128, heads=2))
     cases.append(Case.of(128, True, 32, "bfloat16", batch=1, heads=4, heads_k=2))
-    monkeypatch.setattr(runner.Plan, "cases", cases)
+    monkeypatch.setattr(runner.Plan, "cases", tuple(cases))
     monkeypatch.setenv("CUFLASH_DISABLE_JIT", "1")
 
 
 def test_a_run_writes_record_report_and_pictures(small, tmp_path, capsys):
-    assert main(["bench", "--quick", "--rounds", "2", "--output", str(tmp_path / "r"), "--commit", "abc"]) == 0
+    words = ["bench", "--forward", "--quick", "--rounds", "2", "--output", str(tmp_path / "r"), "--commit", "abc"]
+    assert main(words) == 0
     record = runner.load(tmp_path / "r" / "forward.json")
-    assert [row["case"]["seqlen"] for row in record["forward"]] == [16, 32, 16, 32, 32, 16, 16]
+    assert [row["case"]["seqlen"] for row in record["speed"]] == [16, 32, 16, 32, 32, 16, 16]
     assert record["environment"]["commit"] == "abc" and record["environment"]["device"] == "Fake GPU"
-    for row in record["forward"]:
+    for row in record["speed"]:
         result = row["results"]["cuflash"]
-        assert 0 < result["error"]["relative"] < 4e-3 and result["milliseconds"]["samples"] == 6
+        assert 0 < result["errors"]["out"]["relative"] < 4e-3 and result["milliseconds"]["samples"] == 6
         assert row["hbm_bytes"] > 0 and row["kernels"] == {}  # the CPU has one way
-    assert set(record) == {"schema", "environment", "seconds", *runner.PARTS}
+    assert set(record) == {"schema", "pass", "environment", "seconds", *runner.PARTS["forward"]}
     text = (tmp_path / "r" / "forward.md").read_text()
     assert "bfloat16, d = 64, causal" in text and "80 causal" in text and "192/128 full" in text
     assert "4 query heads over 2" in text and "Host time" in text
@@ -250,8 +269,8 @@ def test_a_run_writes_record_report_and_pictures(small, tmp_path, capsys):
 
 
 def test_parts_can_be_chosen(small):
-    record = runner.measure(runner.Plan(quick=True, parts=("memory",)), Screen(io.StringIO()))
-    assert "forward" not in record and record["memory"][0]["case"] == "B1 N16 H1 D16 causal"
+    record = runner.measure(runner.Plan(FORWARD, quick=True, parts=("memory",)), Screen(io.StringIO()))
+    assert "speed" not in record and record["memory"][0]["case"] == "B1 N16 H1 D16 causal"
     assert record["memory"][0]["lse"] == 64
     assert report.markdown(record)
 
@@ -272,7 +291,7 @@ def test_missing_kernels_are_compiled_before_the_table(monkeypatch, kernel_cache
     shown = []
     for _ in range(2):
         out = io.StringIO()
-        runner.compile_kernels(cases, Screen(out))
+        runner.compile_kernels(FORWARD, cases, Screen(out))
         shown.append(out.getvalue())
     for words in ("cuflash_fwd_sm90_d32_f16_full", "cuflash_fwd_sm80_d32_f16_full", "[2/2]"):
         assert words in shown[0]
@@ -284,11 +303,11 @@ def test_missing_kernels_are_compiled_before_the_table(monkeypatch, kernel_cache
 def test_short_cases_get_more_rounds(small):
     case, long = (Case.of(64, False, 16, "float16", batch=1, heads=heads) for heads in (1, 2))
     pool = InputPool("float16", [long])
-    row = forward.measure_case(case, pool, (), 2, measure.CupyTimer(), np)
+    row = table.measure_case(FORWARD, case, pool, (), 2, measure.CupyTimer(), np)
     assert row.results["cuflash"].milliseconds.samples == 6
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Case, "flops", 1e12)
-        row = forward.measure_case(long, pool, (), 2, measure.CupyTimer(), np)
+        row = table.measure_case(FORWARD, long, pool, (), 2, measure.CupyTimer(), np)
     assert row.results["cuflash"].milliseconds.samples == 2
 
 
@@ -341,9 +360,9 @@ def test_peers_run_on_the_same_memory_or_refuse_with_a_reason(small, monkeypatch
     monkeypatch.setattr(sys.modules["cupy"], "from_dlpack", lambda tensor: tensor.numpy(), raising=False)
     case = Case.of(64, True, 16, "float16", batch=2, heads=4, heads_k=heads_k)
     arrays = InputPool("float16", [case]).arrays(case)
-    found, refused = peers.contestants(case, arrays, ("flash", "cudnn"), both_families=False)
+    found, refused = forward.contestants(case, arrays, ("flash", "cudnn"), explain(*arrays[:3]))
     assert [one.name for one in found] == ["cuflash", "flash"] and refused[0].name == "cudnn" and refused[0].reason
-    outputs = {one.name: one.output() for one in found}
+    outputs = {one.name: one.results()["out"] for one in found}
     assert outputs["flash"].shape == case.shapes[3]
     errors = accuracy.errors(outputs, arrays[:3], True, np)
     assert max(error.relative for error in errors.values()) < 1e-3
@@ -360,9 +379,9 @@ def test_a_device_with_two_families_runs_both_in_turn(monkeypatch, target, famil
     arrays = [gpu.array(x) for x in host]
     try:
         about = explain(*arrays[:3], causal=True)
-        symbols = forward.family_symbols(case, about)
+        symbols = table.family_symbols(case, about)
         assert list(symbols) == ["cuflash", "cuflash sm80"][: len(families)]
-        found, _ = peers.contestants(case, arrays, (), both_families=len(symbols) == 2)
+        found, _ = forward.contestants(case, arrays, (), about)
         errors = []
         for one in found:
             host[3][...] = np.nan
@@ -394,39 +413,39 @@ def test_a_record_is_written_whole_and_read_back(tmp_path):
 
 def test_ratios_are_of_times():
     record = synthetic.record()
-    row = record["forward"][0]
+    row = record["speed"][0]
     row["results"]["cuflash"]["milliseconds"]["median"] = 1.0
     row["results"]["flash"]["milliseconds"]["median"] = 1.25
     row["results"]["cuflash sm80"]["milliseconds"]["median"] = 1.0 / 0.8
-    assert forward.ratio(row, "flash") == 1.25
-    assert forward.ratio(row, "flash", "cuflash sm80") == 1.0
-    assert forward.ratio({"results": {}}, "flash") is None
-    summary = report.summary_text([row], "")
+    assert table.ratio(row, "flash") == 1.25
+    assert table.ratio(row, "flash", "cuflash sm80") == 1.0
+    assert table.ratio({"results": {}}, "flash") is None
+    summary = report.summary_text([row], "forward", "")
     line = "| {} | torch flash (FA2) | 64, 128, 256 | {} | {} | bfloat16 d64 full N 512 | 1 |"
     assert line.format("cuflash", 1.25, 1.25) in summary and line.format("cuflash sm80", "1.00", "1.00") in summary
 
 
 def test_the_multiple_of_the_best_public_kernel_is_derived_through_cudnn():
     wanted = {"dtype": "float16", "head_dim": 64, "causal": True, "seqlen": 8192}
-    (row,) = (row for row in synthetic.record()["forward"] if wanted.items() <= row["case"].items())
+    (row,) = (row for row in synthetic.record()["speed"] if wanted.items() <= row["case"].items())
     row["results"]["cuflash"]["milliseconds"]["median"] = 1.0
     row["results"]["cudnn"]["milliseconds"]["median"] = 1.512
-    assert forward.derived_ratio(row, "NVIDIA H200") == pytest.approx(1.2)
-    assert forward.derived_ratio(row, "NVIDIA A100") is None
+    assert table.derived_ratio(row, "forward", "NVIDIA H200") == pytest.approx(1.2)
+    assert table.derived_ratio(row, "forward", "NVIDIA A100") is None
     assert "| 64, 128; N up to 8192 | 1.20 | 1.20 | float16 d64 causal N 8192 | 1 |" in report.summary_text(
-        [row], "H200"
+        [row], "forward", "H200"
     )
-    (text,) = report.forward_tables([row], "H200")[1:]
+    (text,) = report.speed_tables([row], "forward", "H200")[1:]
     assert text.endswith("| *cuflash / best public, derived through cuDNN* | 1.20 |")
     del row["results"]["cudnn"]
-    assert forward.derived_ratio(row, "NVIDIA H200") is None
-    assert "derived" not in report.markdown(synthetic.record() | {"forward": [row]}).lower()
+    assert table.derived_ratio(row, "forward", "NVIDIA H200") is None
+    assert "derived" not in report.markdown(synthetic.record() | {"speed": [row]}).lower()
 
 
 def test_every_main_cell_has_a_published_figure():
-    rows = [row for row in synthetic.record()["forward"] if forward.is_main(row)]
-    assert len(rows) == 72 and all(forward.derived_ratio(row, "NVIDIA H200") for row in rows)
-    assert published.best_over_cudnn("NVIDIA H200", 64, False, 100) is None
+    rows = [row for row in synthetic.record()["speed"] if table.is_main(row)]
+    assert len(rows) == 72 and all(table.derived_ratio(row, "forward", "NVIDIA H200") for row in rows)
+    assert published.best_over_cudnn("forward", "NVIDIA H200", 64, False, 100) is None
 
 
 def test_the_report_has_every_number_that_matters():
@@ -434,7 +453,7 @@ def test_the_report_has_every_number_that_matters():
     text = report.markdown(record)
     for words in ("0123456789ab", "driver 580.0", "NVRTC 13.0.88", "cuDNN 9.19.0", "1665 MHz at 698 W", "torch 2.11.0"):
         assert words in text
-    for row in record["forward"]:
+    for row in record["speed"]:
         assert f"{row['results']['cuflash']['tflops']:.0f}" in text
     assert text.count("**cuflash / flash**") == text.count("**cuflash / cudnn**") == 13
     assert text.count("**cuflash sm80 / flash**") == 13 and text.count("derived through cuDNN*") == 12
@@ -445,23 +464,23 @@ def test_the_report_has_every_number_that_matters():
 
 def test_the_accuracy_table_shows_the_worst_case():
     record = synthetic.record()
-    for row in record["forward"]:
+    for row in record["speed"]:
         for name, result in row["results"].items():
-            result["error"]["relative"] = 2e-3 if name == "cuflash" else 1e-3
-    victim = record["forward"][3]["results"]["cuflash"]["error"]
+            result["errors"]["out"]["relative"] = 2e-3 if name == "cuflash" else 1e-3
+    victim = record["speed"][3]["results"]["cuflash"]["errors"]["out"]
     victim["relative"], victim["largest"] = 9e-3, 0.03
-    (line,) = (line for line in report.accuracy_text(record["forward"]).splitlines() if "bfloat16 d64 " in line)
+    (line,) = (line for line in report.accuracy_text(record["speed"]).splitlines() if "bfloat16 d64 " in line)
     assert "9.00e-03" in line and line.endswith("| 9.00 | 2.00 | 1.00 | 1.00 |")
 
 
 def test_a_report_of_a_part_or_without_peers():
     record = synthetic.record()
     alone = copy.deepcopy(record)
-    for row in alone["forward"]:
+    for row in alone["speed"]:
         row["results"] = {"cuflash": row["results"]["cuflash"]}
     text = report.markdown(alone)
     assert "Summary" not in text and "flash (FA2)" not in text
-    assert report.markdown({"environment": record["environment"]}).startswith("# Forward benchmark")
+    assert report.markdown({"pass": "forward", "environment": record["environment"]}).startswith("# Forward benchmark")
 
 
 def test_pictures_are_drawn_from_a_record(tmp_path, capsys):
@@ -471,7 +490,7 @@ def test_pictures_are_drawn_from_a_record(tmp_path, capsys):
         warnings.simplefilter("error")
         assert main(["bench", "--record", str(tmp_path / "forward.json"), "--output", str(tmp_path / "out")]) == 0
     pictures = sorted(path.name for path in (tmp_path / "out").glob("*.png"))
-    kinds = [f"{kind}_{dtype}.png" for kind in ("forward", "roofline") for dtype in ("bfloat16", "float16")]
+    kinds = [f"forward_{kind}.png" for kind in ("bfloat16", "float16", "roofline_bfloat16", "roofline_float16")]
     assert pictures == kinds
     assert (tmp_path / "out" / "forward_float16.png").read_bytes().startswith(b"\x89PNG")
 
@@ -482,13 +501,13 @@ def test_pictures_show_the_recorded_numbers():
 
     from cuflash.bench import plots
 
-    rows = [r for r in synthetic.record()["forward"] if r["case"]["dtype"] == "float16" and forward.is_main(r)]
+    rows = [r for r in synthetic.record()["speed"] if r["case"]["dtype"] == "float16" and table.is_main(r)]
     rows = [row for row in rows if (row["case"]["head_dim"], row["case"]["causal"]) == (128, True)]
-    figure = plots.speed_figure(rows, "float16", synthetic.record()["environment"])
+    figure = plots.speed_figure(rows, "forward, float16", synthetic.record()["environment"])
     drawn = {line.get_label(): line for line in figure.axes[0].lines}
     assert list(drawn["cuflash"].get_xdata()) == [512, 1024, 2048, 4096, 8192, 16384]
     assert list(drawn["cuflash"].get_ydata()) == [row["results"]["cuflash"]["tflops"] for row in rows]
-    assert set(drawn) == set(report.TITLES.values())
+    assert set(drawn) == set(report.TITLES.values()) - {"cuflash deterministic"}
     plt.close(figure)
 
 

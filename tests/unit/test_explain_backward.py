@@ -149,15 +149,15 @@ def test_what_is_explained_is_what_is_launched(gpu: FakeGpu, deterministic, head
 def test_the_order_follows_the_mask_and_the_mode():
     """One head at a time, but several side by side where tiles differ in length or take turns; 8 heads in all."""
     for options, section in (({}, 1), ({"causal": True}, 8), ({"deterministic": True}, 8)):
-        schedule = cuflash.explain(*arrays(), arch="sm_90", backward=True, **options).kernel.schedule
-        assert (schedule.section, schedule.block_n, schedule.resident) == (section, 64, 3 * 132)
+        schedule = cuflash.explain(*arrays(), arch="sm_80", backward=True, **options).kernel.schedule
+        assert (schedule.section, schedule.block_n, schedule.resident) == (section, 64, 2 * 108)
 
 
 def test_the_report_names_everything():
-    text = str(cuflash.explain(*arrays(), causal=True, arch="sm_90", backward=True, deterministic=True))
+    text = str(cuflash.explain(*arrays(), causal=True, arch="sm_80", backward=True, deterministic=True))
     for word in (
         "cuflash.attention_backward\n", "cuflash_bwd_rows_d64_f16_full", "cuflash_bwd_sm80_d64_f16_causal",
-        "cuflash_bwd_dq_d64_f16_full", "three blocks", "k_and_dk", "not compiled yet", "FLOP/byte", "H200", "roofline",
+        "cuflash_bwd_dq_d64_f16_full", "two blocks", "k_and_dk", "not compiled yet", "FLOP/byte", "A100", "roofline",
         "workspace", "KiB, shared by the kernels", "deterministic", " MiB + ",
     ):  # fmt: skip
         assert word in text
@@ -193,7 +193,6 @@ def test_narrow_rows_are_named():
     assert "8-byte loads" in str(cuflash.explain(q[..., :60], k[..., :60], v, arch="sm_90", backward=True))
     out = np.zeros((2, 256, 4, 66), np.float16)[..., :64]
     assert "4-byte loads" in str(cuflash.explain(q, k, v, out=out, arch="sm_90", backward=True))
-    assert "TMA" not in str(scalar)
     assert "see no key" in str(cuflash.explain(q, k[:, :9], v[:, :9], causal=True, arch="sm_90", backward=True))
 
 
