@@ -375,7 +375,8 @@ def test_a_device_with_two_families_runs_both_in_turn(monkeypatch, target, famil
     """Each family's kernel is launched in every round, on the same arrays, and both are right."""
     gpu = fake_gpu.install(monkeypatch, capability=ARCHES[target].compute_capability)
     case = Case.of(64, True, 50, "bfloat16", batch=1, heads=2, heads_k=1)
-    host = [np.random.default_rng(0).standard_normal(shape).astype(numpy_dtype("bfloat16")) for shape in case.shapes]
+    rng = np.random.default_rng(0)
+    host = [rng.standard_normal(shape).astype(numpy_dtype("bfloat16")) for shape in case.shapes]
     arrays = [gpu.array(x) for x in host]
     try:
         about = explain(*arrays[:3], causal=True)

@@ -142,7 +142,8 @@ def test_a_device_with_two_families_runs_both_in_turn(monkeypatch):
     monkeypatch.setattr(backward, "has_two_families", lambda about: True)
     monkeypatch.setitem(sys.modules, "cupy", gpu.cupy)
     case = Case.of(64, True, 50, "bfloat16", batch=1, heads=2, heads_k=1)
-    host = [np.random.default_rng(0).standard_normal(shape).astype(numpy_dtype("bfloat16")) for shape in case.shapes]
+    rng = np.random.default_rng(0)
+    host = [rng.standard_normal(shape).astype(numpy_dtype("bfloat16")) for shape in case.shapes]
     arrays = [gpu.array(x) for x in host]
     monkeypatch.setattr(gradients, "poison", lambda array: None)
     try:
