@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Runs the variants of the kernels of both families under compute-sanitizer and writes logs and a summary: bench/sanitize.sh [folder] [tool ...]
+# Runs the variants of the kernels of all families, of both passes, under compute-sanitizer and writes logs and a summary: bench/sanitize.sh [folder] [tool ...]
 # COMMIT=hash names the commit where the tree is a copy without its history.
 # racecheck is no default: it does not follow the bulk copies of TMA through their mbarriers, and reports hazards where
 # there are none. What delays between the Hopper kernels' threads change is tested in tests/gpu/test_hopper.py.

@@ -320,6 +320,8 @@ def common_notes(request: Request, kernel: Kernel, device: DeviceModel, *, plann
     """What is unusual about a call of either pass."""
     problem, arch = kernel.problem, kernel.problem.arch
     found = []
+    if kernels.family_in_use() == kernel.family:
+        found.append(f"{kernel.family} is asked for in place of the family that would be taken (use_family)")
     if problem.access_bytes == 2:
         found.append("scalar-load variant: an address, a stride or a head dim allows 2-byte accesses only; slower")
     elif problem.access_bytes < 16:

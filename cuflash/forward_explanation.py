@@ -118,9 +118,7 @@ def grid_and_schedule(
 def notes_on(request: Request, kernel: Kernel) -> list[str]:
     """What is unusual about a call of the forward pass."""
     problem, found = kernel.problem, []
-    if kernels.family_in_use():
-        found.append(f"{kernels.family_in_use()} is asked for in place of the family that would be taken (use_family)")
-    elif problem.arch in kernels.TMA_TARGETS:
+    if problem.arch in kernels.TMA_TARGETS and kernels.family_in_use() != kernel.family:
         found.append(f"TMA cannot take {request.tma_refusal}: Ampere-style kernel, slower")
     if problem.scale_first:
         found.append("scale-first variant: the scale is 0, negative, tiny or huge, so scores are scaled before softmax")

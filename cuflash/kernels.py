@@ -129,7 +129,7 @@ def use_family(name: str) -> Iterator[None]:
     global _family_in_use
     from . import jit
 
-    previous, _family_in_use = _family_in_use, FAMILIES[name].name
+    previous, _family_in_use = _family_in_use, family_named(name).name
     jit.forget_plans()
     try:
         yield

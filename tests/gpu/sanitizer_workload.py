@@ -1,4 +1,4 @@
-"""The kernels of both families on small shapes, for compute-sanitizer: see bench/sanitize.sh.
+"""The kernels of all families, of both passes, on small shapes, for compute-sanitizer: see bench/sanitize.sh.
 
 Each array is an allocation of its own, so that an access beyond its end is one beyond an allocation; nothing is
 initialised but what a call may read. With ``--compile`` nothing runs: the kernels go to the cache, in processes.
@@ -7,7 +7,10 @@ initialised but what a call may read. With ``--compile`` nothing runs: the kerne
 from __future__ import annotations
 
 import argparse
+from collections import Counter
 from collections.abc import Iterator
+from functools import partial
+from typing import Any
 
 import cupy as cp
 import numpy as np
@@ -15,8 +18,9 @@ import numpy as np
 import cuflash
 from cuflash import jit, kernels
 from cuflash.arch import sm90
+from cuflash.backward_kernels import FAMILIES as BACKWARD_FAMILIES
 from cuflash.build import build
-from cuflash.checks import make_request
+from cuflash.explanation import Explanation
 from cuflash.problem import AttentionProblem
 from cuflash.settings import read_settings
 from tests.gpu.support import (
@@ -37,7 +41,13 @@ LENGTHS = ((1, 1), (65, 63), (130, 131), (200, 70), (70, 200))
 HOPPER_DIMS = ((8, 8), (40, 72), (64, 64), (96, 96), (64, 256), (128, 128), (192, 128), (192, 192), (256, 256))
 """(D, Dv): each row of the tuning table, and dims that fill no chunk of 64 or end in the middle of one."""
 
-Call = tuple[tuple[Array, ...], dict[str, object]]
+BACKWARD_DIMS = (
+    (1, 1), (8, 8), (31, 31), (40, 72), (64, 64), (64, 256), (96, 96), (112, 112), (128, 128), (192, 128), (256, 64),
+    (256, 256),
+)  # fmt: skip
+"""(D, Dv): each row of the tuning tables, each width of access, and tiles that are not filled."""
+
+Call = tuple[tuple[Array, ...], dict[str, Any]]
 
 
 def _row_pitch(x: Array, extra: int) -> Array:
@@ -103,23 +113,82 @@ def _hopper_inputs() -> Iterator[Call]:
     yield draw_qkv((sm90.SHORT + 76, 1100), (4, 2), (64, 64), "bfloat16", batch=8), {"causal": True, "return_lse": True}
 
 
-CALLS = {"forward_sm80": _ampere_calls, "forward_sm90": _hopper_calls}
+def _backward_calls() -> Iterator[Call]:
+    """Of either family, which may refuse some; ``form`` is what becomes of all arrays of the call."""
+    for nth, (arrays, options) in enumerate(_main_calls(BACKWARD_DIMS)):
+        yield arrays, {"causal": options["causal"], "deterministic": nth % 3 == 0}
+    for nth, dims in enumerate(((64, 64), (128, 128), (256, 256), (40, 72))):
+        for lengths in (LENGTHS[nth - 1], LENGTHS[3]):
+            arrays = draw_qkv(lengths, (4, 2), dims, "bfloat16", batch=2)
+            for extra in (1, 2, 4, 8):
+                yield arrays, {"causal": True, "form": partial(_row_pitch, extra=extra)}
+            yield arrays, {"scale": -0.5, "form": _reversed_last_axis}
+            yield arrays, {"layout": "bhsd", "form": swap_layout}
+    for dims in ((64, 64), (128, 128), (256, 256)):
+        # More key tiles than thread blocks that run at once, which add to the same rows, in turns and in any order.
+        arrays = draw_qkv((300, 600), (8, 2), dims, "bfloat16", batch=24)
+        for deterministic in (False, True):
+            yield arrays, {"causal": True, "deterministic": deterministic}
+    yield draw_qkv((3, 0), (1, 1), (64, 64), "float16"), {}
+
+
+def _plain(x: Array) -> Array:
+    return x
+
+
+def _attend(family: str, arrays: tuple[Array, ...], options: dict[str, Any]) -> tuple[Array, ...]:
+    """Results of a call."""
+    if family.startswith("forward"):
+        result = cuflash.attention(*arrays, **options)
+        return result if isinstance(result, tuple) else (result,)
+    options = dict(options)
+    form = options.pop("form", _plain)
+    alike = {name: options[name] for name in ("causal", "scale") if name in options}
+    out, lse = cuflash.attention(*arrays, **alike, return_lse=True)
+    # Hopper kernels store by TMA: see _hopper_calls.
+    grads = tuple(form(poisoned(x.shape, x.dtype)) for x in arrays) if family.endswith("_sm90") else None
+    dout, q, k, v, out = map(form, (out, *arrays, out))
+    return cuflash.attention_backward(dout, q, k, v, out, lse, **options, grads=grads)
+
+
+def _explain(family: str, arrays: tuple[Array, ...], options: dict[str, Any]) -> Explanation:
+    if family.startswith("forward"):
+        return cuflash.explain(*arrays, **options)
+    options = dict(options)
+    form = options.pop("form", _plain)
+    out = cp.empty((*arrays[0].shape[:3], arrays[2].shape[3]), np.uint16).view(arrays[0].dtype)
+    return cuflash.explain(*map(form, arrays), **options, out=form(out), backward=True)
+
+
+CALLS = {
+    "forward_sm80": _ampere_calls,
+    "forward_sm90": _hopper_calls,
+    "backward_sm80": _backward_calls,
+    "backward_sm90": _backward_calls,
+}
 
 
 def _families() -> list[str]:
     """Those that have kernels for the device."""
-    return [name for name in CALLS if name == "forward_sm80" or target() in kernels.TMA_TARGETS]
+    known = [name for name in CALLS if name in kernels.FAMILIES or name in BACKWARD_FAMILIES]
+    return [name for name in known if name.endswith("_sm80") or target() in kernels.TMA_TARGETS]
+
+
+def _calls() -> Iterator[tuple[str, tuple[Array, ...], dict[str, Any], Explanation]]:
+    """Every call that its family takes, which is asked for meanwhile; the forward families take all of theirs."""
+    for family in _families():
+        with kernels.use_family(family):
+            for arrays, options in CALLS[family]():
+                about = _explain(family, arrays, options)
+                assert about.refused is None or family == "backward_sm90", about
+                if about.refused is None:
+                    yield family, arrays, options, about
 
 
 def _compile() -> None:
     wanted: set[AttentionProblem] = set()
-    for family in _families():
-        with kernels.use_family(family):
-            for arrays, options in CALLS[family]():
-                given = {"causal": False, "scale": None, "layout": "bshd", "return_lse": False, "out": None} | options
-                request = make_request(arrays, given.pop("out"), **given)
-                if request.seqlen_k:
-                    wanted.add(kernels.problem_for(request, target()))
+    for *_, about in _calls():
+        wanted |= {kernel.problem for kernel in about.kernels}
     settings = read_settings()
     assert settings.cache_dir is not None
     failed = [
@@ -131,17 +200,21 @@ def _compile() -> None:
 
 
 def _run() -> None:
-    calls = 0
-    for family in _families():
-        with kernels.use_family(family):
-            for arrays, options in CALLS[family]():
-                result = cuflash.attention(*arrays, **options)
-                out, *lse = result if isinstance(result, tuple) else (result,)
-                values = cp.asnumpy(cp.ascontiguousarray(out.view(np.uint16))).view(out.dtype)
-                assert np.isfinite(values.astype(np.float32)).all()
-                assert not any(np.isnan(cp.asnumpy(x)).any() for x in lse)
-                calls += 1
-    print(f"{calls} calls, {len(jit._loaded)} kernels")
+    calls: Counter[str] = Counter()
+    for family, arrays, options, _ in _calls():
+        for x in _attend(family, arrays, options):
+            values = _values(x)
+            assert np.isfinite(values).all() if x.ndim == 4 else not np.isnan(values).any(), (family, options)
+        calls[family] += 1
+    by_family = ", ".join(f"{count} of {family}" for family, count in calls.items())
+    print(f"{calls.total()} calls ({by_family}), {len(jit._loaded)} kernels")
+
+
+def _values(x: Array) -> np.ndarray:
+    """Of outputs and gradients, or of an LSE."""
+    if x.dtype == np.float32:
+        return cp.asnumpy(x)
+    return cp.asnumpy(cp.ascontiguousarray(x.view(np.uint16))).view(x.dtype).astype(np.float32)
 
 
 def main() -> None:

@@ -217,3 +217,15 @@ def test_code_is_found_where_it_is(kernel_cache):
         assert [kernel.cached for kernel in explained] == 3 * [state]
     assert all(kernel.registers and kernel.spill_bytes == 0 for kernel in found[2])
     assert str(cuflash.explain(**call)).count("in the disk cache") == 3
+
+
+def test_a_family_that_is_asked_for_is_named_where_it_serves():
+    """Kernels of one pass that are asked for are no part of an explanation of the other."""
+    words = "backward_sm80 is asked for in place of"
+    with kernels.use_family("backward_sm80"):
+        assert words in str(cuflash.explain(*arrays(), arch="sm_90", backward=True))
+        forward = cuflash.explain(*arrays(), arch="sm_90")
+        assert forward.kernel.family == "forward_sm90" and "asked for" not in str(forward)
+    with kernels.use_family("forward_sm80"):
+        assert "forward_sm80 is asked for in place of" in str(cuflash.explain(*arrays(), arch="sm_90"))
+        assert "asked for" not in str(cuflash.explain(*arrays(), arch="sm_90", backward=True))
