@@ -41,12 +41,15 @@ class BackwardRequest:
         What is not an argument of the call, its output too unless it was given, is taken for contiguous and new: as
         autograd has it.
         """
-        shape, item = forward.out_shape, ITEM_BYTES[forward.q.dtype]
-        dout = replace(forward.q, name="dout", shape=shape, strides=contiguous_strides(shape, item), address=0)
-        strides = contiguous_strides(forward.lse_shape, ITEM_BYTES[forward.lse_dtype])
-        lse = replace(dout, name="lse", shape=forward.lse_shape, strides=strides, dtype=forward.lse_dtype)
-        out = forward.out or replace(dout, name="out")
-        return cls(replace(forward, out=None), dout, out, lse, None, (), deterministic)
+        q = forward.q
+
+        def new(name: str, shape: tuple[int, ...], dtype: str) -> Operand:
+            strides = contiguous_strides(shape, ITEM_BYTES[dtype])
+            return Operand(name, None, q.kind, 0, shape, strides, dtype, q.device)
+
+        dout, out = (new(name, forward.out_shape, q.dtype) for name in ("dout", "out"))
+        lse = new("lse", forward.lse_shape, forward.lse_dtype)
+        return cls(replace(forward, out=None), dout, forward.out or out, lse, None, (), deterministic)
 
     @property
     def device(self) -> int:
