@@ -188,12 +188,12 @@ def test_backward_is_no_part_of_the_call():
 
 def test_narrow_rows_are_named():
     q, k, v = arrays(dim=64)
-    scalar = cuflash.explain(q[..., ::2], k[..., ::2], v[..., ::2], arch="sm_90", backward=True)
+    scalar = cuflash.explain(q[..., ::2], k[..., ::2], v[..., ::2], arch="sm_80", backward=True)
     assert "scalar-load" in str(scalar) and {kernel.problem.access_bytes for kernel in scalar.kernels} == {2}
-    assert "8-byte loads" in str(cuflash.explain(q[..., :60], k[..., :60], v, arch="sm_90", backward=True))
+    assert "8-byte loads" in str(cuflash.explain(q[..., :60], k[..., :60], v, arch="sm_80", backward=True))
     out = np.zeros((2, 256, 4, 66), np.float16)[..., :64]
-    assert "4-byte loads" in str(cuflash.explain(q, k, v, out=out, arch="sm_90", backward=True))
-    assert "see no key" in str(cuflash.explain(q, k[:, :9], v[:, :9], causal=True, arch="sm_90", backward=True))
+    assert "4-byte loads" in str(cuflash.explain(q, k, v, out=out, arch="sm_80", backward=True))
+    assert "see no key" in str(cuflash.explain(q, k[:, :9], v[:, :9], causal=True, arch="sm_80", backward=True))
 
 
 @pytest.mark.parametrize(("seq", "seq_k"), [(0, 5), (5, 0)])
@@ -211,7 +211,7 @@ def test_numpy_arrays_are_explained_for_the_cpu():
 
 @pytest.mark.compile
 def test_code_is_found_where_it_is(kernel_cache):
-    call = dict(zip("qkv", arrays(dim=32), strict=True), arch="sm_90", backward=True)
+    call = dict(zip("qkv", arrays(dim=32), strict=True), arch="sm_80", backward=True)
     found = [cuflash.explain(**call, compile=c).kernels for c in (False, True, False)]
     for state, explained in zip(("no", "compiled", "disk"), found, strict=True):
         assert [kernel.cached for kernel in explained] == 3 * [state]
