@@ -10,15 +10,17 @@ from . import cost, driver, jit, kernels
 from .arch import ARCHES, Arch, arch_for, needs_ptx
 from .arrays import CPU, ITEM_BYTES
 from .checks import check_apart, check_gpu, request_for
-from .config import KernelConfig, Sm80Config, Sm90Config, SmemRegion
+from .config import KernelConfig, SmemRegion
 from .cost import DeviceModel, Schedule, Shape
 from .errors import UnsupportedError
 from .problem import AttentionProblem
 from .request import Request
 from .settings import read_settings
+from .sm80_config import Sm80Config
+from .sm90_config import Sm90Config
 
 if TYPE_CHECKING:
-    from .compiler import Compiled
+    from .compiled import Compiled
 
 __all__ = ["Explanation", "explain"]
 
@@ -187,8 +189,8 @@ def explain(
 
 def as_if_on_gpu(request: Request) -> Request:
     """The same request with its arrays on the first GPU, checked by the rules that hold there."""
-    q, k, v = (dataclasses.replace(x, device=0) for x in (request.q, request.k, request.v))
-    out = request.out and dataclasses.replace(request.out, device=0)
+    q, k, v = (x._replace(device=0) for x in (request.q, request.k, request.v))
+    out = request.out and request.out._replace(device=0)
     request = dataclasses.replace(request, q=q, k=k, v=v, out=out)
     check_gpu(request)
     return request
