@@ -10,15 +10,17 @@ from . import cost, driver, jit, kernels
 from .arch import ARCHES, Arch, arch_for, needs_ptx
 from .arrays import CPU, ITEM_BYTES
 from .checks import check_apart, check_gpu, request_for
-from .config import KernelConfig, Sm80Config, Sm90Config, SmemRegion
+from .config import KernelConfig, SmemRegion
 from .cost import DeviceModel, Schedule, Shape
 from .errors import UnsupportedError
 from .problem import AttentionProblem
 from .request import Request
 from .settings import read_settings
+from .sm80_config import Sm80Config
+from .sm90_config import Sm90Config
 
 if TYPE_CHECKING:
-    from .compiler import Compiled
+    from .compiled import Compiled
 
 __all__ = ["Explanation", "explain"]
 
@@ -187,8 +189,8 @@ def explain(
 
 def as_if_on_gpu(request: Request) -> Request:
     """The same request with its arrays on the first GPU, checked by the rules that hold there."""
-    q, k, v = (dataclasses.replace(x, device=0) for x in (request.q, request.k, request.v))
-    out = request.out and dataclasses.replace(request.out, device=0)
+    q, k, v = (x._replace(device=0) for x in (request.q, request.k, request.v))
+    out = request.out and request.out._replace(device=0)
     request = dataclasses.replace(request, q=q, k=k, v=v, out=out)
     check_gpu(request)
     return request
@@ -222,7 +224,8 @@ def explain_cpu(request: Request) -> Explanation:
     from .cpu import TILE_ROWS
 
     shape = shape_of(request)
-    by_blocks = cost.Schedule(TILE_ROWS, 1, 1, 0)  # every block of queries reads K and V again
+    group = max(1, request.heads // max(1, request.heads_k))
+    by_blocks = Schedule(TILE_ROWS, group, group, 0)  # every block of a group's queries reads K and V again
     return Explanation(
         call=call_text(request),
         backend="numpy",
@@ -287,13 +290,18 @@ def grid_and_schedule(
     request: Request, problem: AttentionProblem, config: KernelConfig, device: DeviceModel
 ) -> tuple[tuple[tuple[int, int, int], ...], Schedule]:
     """Thread blocks of each launch, and the order of the work that they do."""
-    resident = device.multiprocessors * config.ctas
+    launches: tuple[tuple[int, int, int], ...]
     if isinstance(config, Sm90Config):
         grid = kernels.persistent_grid(problem, config, *jit.sizes_of(request), device.multiprocessors)
-        return ((grid.blocks, 1, 1),), Schedule(config.block_m, grid.section, resident, device.l2_bytes)
-    assert isinstance(config, Sm80Config)
-    launches = tuple(blocks for _, blocks in kernels.forward_grid(problem, config, *jit.sizes_of(request)).launches)
-    return launches, Schedule(config.block_m, launches[0][0], resident, device.l2_bytes)
+        launches, section = ((grid.blocks, 1, 1),), grid.section
+    else:
+        assert isinstance(config, Sm80Config)
+        launches = tuple(blocks for _, blocks in kernels.forward_grid(problem, config, *jit.sizes_of(request)).launches)
+        section = launches[0][0]
+    # Under a causal mask tiles begin at their diagonal: one that starts later starts at a lower key, and so meets the
+    # others. Without one, the blocks that share a multiprocessor run apart: the scheduler favours the older one.
+    in_step = device.multiprocessors * (config.ctas if problem.mask == "causal" else 1)
+    return launches, Schedule(config.block_m, section, in_step, device.l2_bytes, cost.L2_COPIES.get(device.arch, 1))
 
 
 def device_model(ordinal: int, arch: Arch) -> DeviceModel:

@@ -10,9 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from .config import WARPGROUP_ROWS, ForwardConfig, Sm90Config
+from .config import ForwardConfig
 from .cpu import Array, causal_offset
 from .request import Causal
+from .sm90_config import WARPGROUP_ROWS, Sm90Config
 
 __all__ = ["oracle", "oracle_backward", "tile_schedule"]
 

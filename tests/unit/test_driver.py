@@ -13,7 +13,7 @@ import types
 import pytest
 
 from cuflash import driver
-from cuflash.compiler import Compiled
+from cuflash.compiled import Compiled
 from cuflash.errors import DriverError
 
 COMPILED = Compiled(b"\x7fELF...", "tiny_kernel", "sm_90", 32, 0, 0, 0, 0.1, "", "13.0.88")
@@ -174,6 +174,7 @@ CACHED = (
     driver._device,
     driver.device_compute_capability,
     driver.device_properties,
+    driver.multiprocessors,
     driver._primary_context,
 )
 
@@ -265,6 +266,12 @@ def test_device_figures(cuda):
     assert driver.device_compute_capability(1) == (9, 0)
     assert len(cuda.calls) == before
     assert {call[3] for call in cuda.calls if call[0] == "cuDeviceGetAttribute"} == {1}
+
+
+def test_the_figure_that_a_plan_needs_is_asked_alone(cuda):
+    """The driver takes its time for some of the others: clock rates, for example."""
+    assert driver.multiprocessors(1) == driver.multiprocessors(1) == 132
+    assert cuda.names().count("cuDeviceGetAttribute") == 1
 
 
 # --- contexts --------------------------------------------------------------------------------------------------

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cuflash.config import Sm80Config, Sm90Config
 from cuflash.reference import tile_schedule
+from cuflash.sm80_config import Sm80Config
+from cuflash.sm90_config import Sm90Config
 from tests.oracle import DTYPES, assert_accurate, assert_lse, measure, oracle, randn, unit_roundoff
 
 SMALL = Sm80Config(block_m=32, block_n=16, warps=2, stages=2, q_registers=0, ctas=1)
