@@ -97,7 +97,7 @@ class ForwardConfig(KernelConfig):
     slack : int
         Base-2 logarithm of how far a probability may exceed 1 before the softmax raises its reference. A larger slack
         is faster and less accurate: where one key outweighs the others, its probability should be near 1, which
-        rounding to 16 bits does not change.
+        rounding to 16 bits does not change. At most 8, and in Hopper kernels it grows up to that with the row's sum.
     """
 
     block_m: int
