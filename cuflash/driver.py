@@ -235,6 +235,8 @@ def encode_tensor_map(
     """
     cu = _driver()
     u32, u64 = cu.cuuint32_t, cu.cuuint64_t
+    # A read brings the next box's part of the row into the L2 as well; a row of one box has none, but a neighbour head.
+    promotion = "L2_256B" if extents[0] > BOX_COLUMNS else "L2_128B"
     tensor_map = check(
         cu.cuTensorMapEncodeTiled(
             getattr(cu.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{dtype.upper()}"),
@@ -246,7 +248,7 @@ def encode_tensor_map(
             [u32(1)] * len(extents),
             cu.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
             cu.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
-            cu.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+            getattr(cu.CUtensorMapL2promotion, f"CU_TENSOR_MAP_L2_PROMOTION_{promotion}"),
             cu.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
         )
     )
