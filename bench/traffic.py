@@ -3,8 +3,7 @@
     python bench/traffic.py [-o bench/results/traffic.md]
 
 Every kernel family of the device, forward. Nsight Compute empties the caches before each launch. K and V of all heads
-exceed the L2 cache in every case; those of the heads that run together fit it at N = 4096 and 16384, and at
-N = 131072 those of one head come to 34, 67 and 134 MB.
+exceed the L2 cache in every case; at N = 131072 those of one head come to 34, 67 and 134 MB.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from .config import KernelConfig
 from .problem import AttentionProblem
 
 if TYPE_CHECKING:
-    from .compiler import Compiled
+    from .compiled import Compiled
 
 Job = tuple[AttentionProblem, KernelConfig]
 

@@ -19,13 +19,13 @@ import time
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields
+from dataclasses import fields
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from . import compiler, files, kernels, render
-from .compiler import Compiled
+from . import driver, files, kernels, render
+from .compiled import Compiled
 from .config import KernelConfig
 from .errors import MissingKernelError
 from .problem import AttentionProblem
@@ -40,8 +40,7 @@ STALE_SECONDS = 3600
 # --- keys ------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class CacheKey:
+class CacheKey(NamedTuple):
     """What determines a cubin, except for the NVRTC build, which the cache adds.
 
     Attributes
@@ -132,8 +131,7 @@ def _build_order(build: str) -> tuple[int, ...]:
 # --- the cache -------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class CacheInfo:
+class CacheInfo(NamedTuple):
     """What ``cuflash cache info`` shows; sizes in bytes."""
 
     root: Path
@@ -246,7 +244,7 @@ class KernelCache:
         about : Mapping, optional
             More for ``meta.json`` (JSON types only).
         """
-        record = asdict(compiled)
+        record = compiled._asdict()
         cubin = record.pop("cubin")
         content = {"base": key.base, "compiled": record, "options": source.options, "about": dict(about or {})}
         content = json.loads(json.dumps(content))  # as it will be read: tuples become lists
@@ -335,6 +333,8 @@ class KernelCache:
                 return str(remembered["build"])
         except (*_UNSOUND, ImportError):
             pass
+        from . import compiler
+
         build, path = compiler.nvrtc_build(), compiler.nvrtc_path()
         if path is not None:
             try:
@@ -346,7 +346,7 @@ class KernelCache:
         return build
 
     def _build_record(self) -> Path:
-        environment = hashlib.sha256(f"{sys.prefix}\0{compiler.bindings_version()}".encode()).hexdigest()[:16]
+        environment = hashlib.sha256(f"{sys.prefix}\0{driver.bindings_version()}".encode()).hexdigest()[:16]
         return self._folder / f"nvrtc-{environment}.json"
 
     def _forget_build(self) -> None:

@@ -8,10 +8,11 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from .compiled import Compiled
+from .driver import bindings_version
 from .errors import CompileError, MissingKernelError
 
 if TYPE_CHECKING:
@@ -20,52 +21,7 @@ if TYPE_CHECKING:
 _INSTALL = "pip install 'cuflash[cuda12]' (CUDA 12 drivers) or 'cuflash[cuda13]' (CUDA 13 drivers)"
 
 
-@dataclass(frozen=True, slots=True)
-class Compiled:
-    """A compiled kernel.
-
-    Attributes
-    ----------
-    cubin : bytes
-        Machine code, or PTX text when `is_ptx`.
-    symbol : str
-        The kernel's name in it.
-    arch : str
-        The target it was compiled for; a ``compute_`` one when `is_ptx`.
-    registers : int
-        Per thread; 0 when `is_ptx`, like the three figures that follow.
-    spill_bytes, stack_bytes, static_smem : int
-        Spilled registers (the larger of stores and loads), stack frame, static shared memory.
-    seconds : float
-        CPU time of the compiling thread, in which NVRTC does all its work.
-    log : str
-        NVRTC's log.
-    nvrtc : str
-        The NVRTC build, for example ``"13.0.88"``.
-    is_ptx : bool
-        The driver makes the machine code, because NVRTC does not know the device.
-    """
-
-    cubin: bytes
-    symbol: str
-    arch: str
-    registers: int
-    spill_bytes: int
-    stack_bytes: int
-    static_smem: int
-    seconds: float
-    log: str
-    nvrtc: str
-    is_ptx: bool = False
-
-    @property
-    def warnings(self) -> tuple[str, ...]:
-        """The lines of the log in which NVRTC or ptxas warns; (C75xx) are ptxas's notes on serialised instructions."""
-        return tuple(line.strip() for line in self.log.splitlines() if re.search(r"warning *[#:]|\(C75\d\d\)", line))
-
-
-@dataclass(frozen=True, slots=True)
-class BadNvrtc:
+class BadNvrtc(NamedTuple):
     """Builds from ``first`` up to but not including ``fixed`` that miscompile kernels of one target."""
 
     first: tuple[int, ...]
@@ -100,13 +56,6 @@ def _nvrtc() -> Any:
             f"and it was not found: {_INSTALL}"
         ) from error
     return nvrtc
-
-
-def bindings_version() -> str:
-    """The version of cuda-bindings, whose first number says which NVRTC they load; ImportError without them."""
-    from cuda.bindings import __version__
-
-    return str(__version__)
 
 
 def _ok(result: tuple[Any, ...]) -> Any:

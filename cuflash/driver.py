@@ -9,14 +9,13 @@ from __future__ import annotations
 import ctypes
 import functools
 import weakref
-from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .errors import DriverError
 
 if TYPE_CHECKING:
-    from .compiler import Compiled
+    from .compiled import Compiled
 
 _cu: Any = None
 """The bindings, once `_driver` has initialised them; `launch` reads it without a call."""
@@ -43,6 +42,13 @@ def _driver() -> Any:
     return driver
 
 
+def bindings_version() -> str:
+    """The version of cuda-bindings, whose first number says which NVRTC they load; ImportError without them."""
+    from cuda.bindings import __version__
+
+    return str(__version__)
+
+
 def check(result: tuple[Any, ...]) -> Any:
     """Unpack what a call of the bindings returned: None, the value, or a tuple of values.
 
@@ -67,8 +73,7 @@ def _text(value: bytes | None) -> str:
 # --- devices ---------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class DeviceProperties:
+class DeviceProperties(NamedTuple):
     """Figures of one device.
 
     Attributes
@@ -119,6 +124,12 @@ def device_compute_capability(ordinal: int) -> tuple[int, int]:
 
 
 @functools.cache
+def multiprocessors(ordinal: int) -> int:
+    """How many multiprocessors a device has; asked alone, since some figures of `device_properties` take a while."""
+    return _attribute(ordinal, "MULTIPROCESSOR_COUNT")
+
+
+@functools.cache
 def device_properties(ordinal: int) -> DeviceProperties:
     """The figures of a device that choose, explain and measure kernels."""
     cu = _driver()
@@ -126,7 +137,7 @@ def device_properties(ordinal: int) -> DeviceProperties:
     return DeviceProperties(
         name=check(cu.cuDeviceGetName(256, _device(ordinal))).split(b"\0")[0].decode("utf-8", "replace"),
         compute_capability=device_compute_capability(ordinal),
-        multiprocessors=_attribute(ordinal, "MULTIPROCESSOR_COUNT"),
+        multiprocessors=multiprocessors(ordinal),
         clock_hz=1e3 * _attribute(ordinal, "CLOCK_RATE"),
         memory_bytes_per_second=2e3 * _attribute(ordinal, "MEMORY_CLOCK_RATE") * bus_bytes,
         memory_bytes=int(check(cu.cuDeviceTotalMem(_device(ordinal)))),
@@ -224,6 +235,8 @@ def encode_tensor_map(
     """
     cu = _driver()
     u32, u64 = cu.cuuint32_t, cu.cuuint64_t
+    # A read brings the next box's part of the row into the L2 as well; a row of one box has none, but a neighbour head.
+    promotion = "L2_256B" if extents[0] > BOX_COLUMNS else "L2_128B"
     tensor_map = check(
         cu.cuTensorMapEncodeTiled(
             getattr(cu.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{dtype.upper()}"),
@@ -235,7 +248,7 @@ def encode_tensor_map(
             [u32(1)] * len(extents),
             cu.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
             cu.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
-            cu.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+            getattr(cu.CUtensorMapL2promotion, f"CU_TENSOR_MAP_L2_PROMOTION_{promotion}"),
             cu.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
         )
     )
@@ -245,8 +258,7 @@ def encode_tensor_map(
 # --- kernels ---------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Kernel:
+class Kernel(NamedTuple):
     """A kernel that is loaded on one device.
 
     Attributes

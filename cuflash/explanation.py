@@ -22,7 +22,7 @@ from .settings import read_settings
 
 if TYPE_CHECKING:
     from .backward_cost import BackwardSchedule
-    from .compiler import Compiled
+    from .compiled import Compiled
 
 __all__ = ["Explanation", "explain"]
 
@@ -219,8 +219,8 @@ def explain(
 
 def as_if_on_gpu(request: Request) -> Request:
     """The same request with its arrays on the first GPU, checked by the rules that hold there."""
-    q, k, v = (dataclasses.replace(x, device=0) for x in (request.q, request.k, request.v))
-    out = request.out and dataclasses.replace(request.out, device=0)
+    q, k, v = (x._replace(device=0) for x in (request.q, request.k, request.v))
+    out = request.out and request.out._replace(device=0)
     request = dataclasses.replace(request, q=q, k=k, v=v, out=out)
     check_gpu(request)
     return request

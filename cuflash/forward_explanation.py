@@ -9,7 +9,7 @@ from . import cost, jit, kernels
 from .arch import Arch
 from .arrays import CPU
 from .checks import check_apart
-from .config import KernelConfig, Sm80Config, Sm90Config
+from .config import KernelConfig
 from .cost import DeviceModel, Schedule
 from .explanation import (
     NOTHING,
@@ -24,6 +24,8 @@ from .explanation import (
 )
 from .problem import AttentionProblem
 from .request import Request
+from .sm80_config import Sm80Config
+from .sm90_config import Sm90Config
 
 
 @dataclass(frozen=True)
@@ -91,7 +93,8 @@ def explain_cpu(request: Request) -> Explanation:
     from .cpu import TILE_ROWS
 
     shape = shape_of(request)
-    by_blocks = Schedule(TILE_ROWS, 1, 1, 0)  # every block of queries reads K and V again
+    group = max(1, request.heads // max(1, request.heads_k))
+    by_blocks = Schedule(TILE_ROWS, group, group, 0)  # every block of a group's queries reads K and V again
     return Explanation(
         call=call_text(request),
         backend="numpy",
@@ -106,13 +109,18 @@ def grid_and_schedule(
     request: Request, problem: AttentionProblem, config: KernelConfig, device: DeviceModel
 ) -> tuple[tuple[tuple[int, int, int], ...], Schedule]:
     """Thread blocks of each launch, and the order of the work that they do."""
-    resident = device.multiprocessors * config.ctas
+    launches: tuple[tuple[int, int, int], ...]
     if isinstance(config, Sm90Config):
         grid = kernels.persistent_grid(problem, config, *jit.sizes_of(request), device.multiprocessors)
-        return ((grid.blocks, 1, 1),), Schedule(config.block_m, grid.section, resident, device.l2_bytes)
-    assert isinstance(config, Sm80Config)
-    launches = tuple(blocks for _, blocks in kernels.forward_grid(problem, config, *jit.sizes_of(request)).launches)
-    return launches, Schedule(config.block_m, launches[0][0], resident, device.l2_bytes)
+        launches, section = ((grid.blocks, 1, 1),), grid.section
+    else:
+        assert isinstance(config, Sm80Config)
+        launches = tuple(blocks for _, blocks in kernels.forward_grid(problem, config, *jit.sizes_of(request)).launches)
+        section = launches[0][0]
+    # Under a causal mask tiles begin at their diagonal: one that starts later starts at a lower key, and so meets the
+    # others. Without one, the blocks that share a multiprocessor run apart: the scheduler favours the older one.
+    in_step = device.multiprocessors * (config.ctas if problem.mask == "causal" else 1)
+    return launches, Schedule(config.block_m, section, in_step, device.l2_bytes, cost.L2_COPIES.get(device.arch, 1))
 
 
 def notes_on(request: Request, kernel: Kernel) -> list[str]:

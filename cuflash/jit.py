@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, cast
 
 from . import counters, driver
@@ -23,9 +22,10 @@ from .request import LOG2_E, TMA_BYTES, TMA_TILE_ROWS, Request
 # package, and of attention on the CPU, should not pay for it.
 if TYPE_CHECKING:
     from .backward_plan import BackwardPlan
-    from .compiler import Compiled
+    from .compiled import Compiled
     from .config import ForwardConfig, KernelConfig
     from .settings import Settings
+    from .sm90_config import Sm90Config
 
 Origin = Literal["memory", "disk", "prebuilt", "compiled"]
 
@@ -42,8 +42,7 @@ MAX_PROVEN = 16
 # --- kernels ---------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class LoadedKernel:
+class LoadedKernel(NamedTuple):
     """A kernel on a device, with all that led to it.
 
     Attributes
@@ -125,9 +124,7 @@ def _load(problem: AttentionProblem, device: int) -> LoadedKernel:
 
 def takes_counter(config: KernelConfig) -> bool:
     """Whether a kernel draws its tiles from a counter."""
-    from .config import Sm90Config
-
-    return isinstance(config, Sm90Config) and config.dynamic
+    return config.family == "forward_sm90" and cast("Sm90Config", config).dynamic
 
 
 def find_code(
@@ -396,7 +393,7 @@ def _plan_sm80(request: Request, loaded: LoadedKernel) -> CallPlan:
 def _plan_sm90(request: Request, loaded: LoadedKernel) -> CallPlan:
     from . import kernels
 
-    multiprocessors = driver.device_properties(request.device).multiprocessors
+    multiprocessors = driver.multiprocessors(request.device)
     config = cast("ForwardConfig", loaded.config)
     grid = kernels.persistent_grid(loaded.problem, config, *sizes_of(request), multiprocessors)
     values = _common_values(request) | {

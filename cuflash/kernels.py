@@ -6,14 +6,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import product
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from . import params
-from .arch import sm80, sm90
-from .config import ForwardConfig, KernelConfig
 from .errors import UnsupportedError
 from .problem import DTYPES, MASKS, AttentionProblem, Task
 from .request import WIDEST_ACCESS, Request
+
+if TYPE_CHECKING:
+    from .config import ForwardConfig, KernelConfig
 
 L2_SECTION_BYTES = 32 * 2**20
 """K and V of the heads that run at the same time should fit this much of the L2 cache."""
@@ -34,15 +35,24 @@ class KernelFamily(NamedTuple):
     config_for: Callable[[AttentionProblem], KernelConfig]
 
 
+# The tables load when they are first asked: a process that takes the kernels of one family needs no other.
+def _sm80_config(problem: AttentionProblem) -> KernelConfig:
+    from .arch import sm80
+
+    return sm80.forward_config(problem)
+
+
+def _sm90_config(problem: AttentionProblem) -> KernelConfig:
+    from .arch import sm90
+
+    return sm90.forward_config(problem)
+
+
 FAMILIES = {
     family.name: family
     for family in (
-        KernelFamily(
-            "forward_sm80", "forward_sm80.cu.j2", "cuflash_fwd_sm80", params.FORWARD_SM80, sm80.forward_config
-        ),
-        KernelFamily(
-            "forward_sm90", "forward_sm90.cu.j2", "cuflash_fwd_sm90", params.FORWARD_SM90, sm90.forward_config
-        ),
+        KernelFamily("forward_sm80", "forward_sm80.cu.j2", "cuflash_fwd_sm80", params.FORWARD_SM80, _sm80_config),
+        KernelFamily("forward_sm90", "forward_sm90.cu.j2", "cuflash_fwd_sm90", params.FORWARD_SM90, _sm90_config),
     )
 }
 """Of the forward pass; those of the backward pass are in `cuflash.backward_kernels`."""
@@ -92,6 +102,8 @@ def problem_for(request: Request, arch: str) -> AttentionProblem:
     if _family_in_use == "forward_sm90" and (reason := _hopper_refusal(request, arch)):
         raise UnsupportedError(f"forward_sm90 is asked for, and {reason}")
     if _family_in_use != "forward_sm80" and _hopper_refusal(request, arch) is None:
+        from .arch import sm90
+
         problem = request.problem(TMA_TARGETS[arch], WIDEST_ACCESS)
         return replace(problem, short=sm90.is_short(problem, request.seqlen_q))
     return request.problem(arch)
@@ -268,6 +280,8 @@ def shipped_problems(arch: str) -> Iterator[AttentionProblem]:
 
 def variants_by_length(problem: AttentionProblem) -> Iterator[AttentionProblem]:
     """A problem, and that of few queries if it has a kernel of its own."""
+    from .arch import sm90
+
     yield problem
     if sm90.is_short(problem, 0):
         yield replace(problem, short=True)

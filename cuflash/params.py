@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
@@ -39,7 +38,6 @@ class PlacedField(NamedTuple):
     offset: int
 
 
-@dataclass(frozen=True)
 class ParameterBlock:
     """The single ``__grid_constant__`` argument of a kernel.
 
@@ -50,8 +48,9 @@ class ParameterBlock:
         How many of the first fields follow from a call's addresses: a launch rewrites only this head of a packed block.
     """
 
-    fields: tuple[Field, ...]
-    per_launch: int = 0
+    def __init__(self, fields: tuple[Field, ...], per_launch: int = 0) -> None:
+        self.fields = fields
+        self.per_launch = per_launch
 
     @cached_property
     def placed(self) -> tuple[PlacedField, ...]:

@@ -10,14 +10,17 @@ from typing import Any
 
 import numpy as np
 
-from .config import WARPGROUP_ROWS, ForwardConfig, Sm90Config
+from .config import ForwardConfig
 from .cpu import Array, causal_offset
 from .request import Causal
+from .sm90_config import WARPGROUP_ROWS, Sm90Config
 
 __all__ = ["oracle", "oracle_backward", "tile_schedule"]
 
 LARGE_PRODUCT = 512.0
 """From here on a kernel subtracts the reference before it multiplies by the scale (see device/softmax.cuh)."""
+MOST_SLACK, SHARE_BITS = 8.0, 4.0
+"""How the slack of a Hopper kernel grows, as kMostSlack and kShareBits in device/softmax.cuh."""
 
 
 def oracle(q: Array, k: Array, v: Array, *, causal: Causal = False, scale: float | None = None) -> tuple[Array, Array]:
@@ -131,9 +134,9 @@ def tile_schedule(
 ) -> tuple[Array, Array]:
     """What the forward kernel of `config` computes, up to the order of sums inside a matrix product.
 
-    The last key tile comes first; a warp keeps an older softmax reference until a score exceeds it by
-    2**slack in the probability; probabilities are rounded to the input dtype before P V; sums, maxima and products
-    are float32.
+    The last key tile comes first; a warp keeps an older softmax reference until a score exceeds it by 2**slack, or more
+    in a long row of the Hopper family, in the probability; probabilities are rounded to the input dtype before P V;
+    sums, maxima and products are float32.
 
     Parameters
     ----------
@@ -157,7 +160,7 @@ def tile_schedule(
     out = np.empty((batch, heads, seqlen_q, v.shape[3]), q.dtype)
     lse = np.empty((batch, heads, seqlen_q), np.float32)
     warp_rows = config.block_m // config.warps
-    slack = -math.inf if isinstance(config, Sm90Config) and config.exact else config.slack
+    slack = _slack_range(config)
     with np.errstate(all="ignore"):
         for b, h in np.ndindex(batch, heads):
             q1, k1, v1 = (x.astype(np.float32) for x in (q[b, h], k[b, h // group], v[b, h // group]))
@@ -196,17 +199,30 @@ def _skipped_tiles(tiles: list[slice], seen: int, config: Sm90Config) -> int:
     return min(len(unseen), config.stages - 1)
 
 
+def _slack_range(config: ForwardConfig) -> tuple[float, float]:
+    """The slack of a short row, and what it may grow to in a long one."""
+    if not isinstance(config, Sm90Config):
+        return config.slack, config.slack
+    return (-math.inf, -math.inf) if config.exact else (config.slack, MOST_SLACK)
+
+
 class _Warp:
     """The registers of one warp: its rows of Q, O, the softmax reference and the row sums."""
 
     def __init__(
-        self, q: Array, head_dim_v: int, dtype: np.dtype[Any], scale: float, scale_first: bool, slack: float
+        self,
+        q: Array,
+        head_dim_v: int,
+        dtype: np.dtype[Any],
+        scale: float,
+        scale_first: bool,
+        slack: tuple[float, float],
     ) -> None:
         log2_scale = np.float32(scale * math.log2(math.e))
         self.q, self.dtype = q, dtype
         self.first_factor = log2_scale if scale_first else np.float32(1.0)
         self.factor = np.float32(1.0) if scale_first else log2_scale
-        self.slack = np.float32(slack) / self.factor
+        self.slack = slack
         self.large = np.float32(LARGE_PRODUCT) / self.factor
         self.o = np.zeros((len(q), head_dim_v), np.float32)
         self.sum = np.zeros((len(q), 1), np.float32)
@@ -216,7 +232,8 @@ class _Warp:
         scores = self.q @ k.T * self.first_factor
         scores[hidden] = -np.inf
         top = np.fmax.reduce(scores, axis=1, keepdims=True)
-        limit = self.reference + self.slack
+        grown = np.clip(np.log2(self.sum) - SHARE_BITS, *self.slack)
+        limit = self.reference + grown / self.factor
         usable = (limit >= 0) & (limit < self.large)
         exponent = self.reference * self.factor
         if not np.all(usable & (top < limit)):

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import os
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from . import kernels
 from .arch import ARCHES
@@ -21,8 +22,7 @@ if TYPE_CHECKING:
 HEADER_FOLDER = "device"
 
 
-@dataclass(frozen=True)
-class Source:
+class Source(NamedTuple):
     """Everything NVRTC needs for one kernel.
 
     Attributes
@@ -69,9 +69,15 @@ def template_root() -> Path:
 @functools.cache
 def _tree() -> Mapping[str, bytes]:
     """All templates and headers by name, read once: what is rendered is what the digest, and so the cache, names."""
-    root = template_root()
-    paths = [path for suffix in ("*.j2", "*.cuh") for path in root.rglob(suffix)]
-    return dict(sorted((path.relative_to(root).as_posix(), path.read_bytes()) for path in paths))
+    root = str(template_root())  # strings: paths as objects would take most of the time
+    paths = [os.path.join(folder, name) for folder, _, names in os.walk(root) for name in names]
+    found = {path[len(root) + 1 :].replace(os.sep, "/"): path for path in paths if path.endswith((".j2", ".cuh"))}
+    return {name: _bytes(found[name]) for name in sorted(found)}
+
+
+def _bytes(path: str) -> bytes:
+    with open(path, "rb") as file:
+        return file.read()
 
 
 @functools.cache

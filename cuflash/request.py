@@ -34,7 +34,7 @@ MAX_WORK_TILES = 2**31 - 2**16
 """A persistent kernel counts work tiles in 32 bits and goes at most a grid beyond the last."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Request:
     """One checked call.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from cuflash.render import Source
 
@@ -20,5 +20,5 @@ class Mutation:
         assert self.old in text, f"{self.header or source.symbol} has no {self.old!r}: write the mutation anew"
         text = text.replace(self.old, self.new)
         if not self.header:
-            return replace(source, text=text)
-        return replace(source, headers={**source.headers, self.header: text})
+            return source._replace(text=text)
+        return source._replace(headers={**source.headers, self.header: text})

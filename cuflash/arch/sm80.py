@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ..config import Sm80Config
 from ..problem import MASKS, AttentionProblem, Mask
+from ..sm80_config import Sm80Config
 from .tuning import SLACK, Row, row_for
 
 SMALL = ("sm_86", "sm_89", "sm_120")

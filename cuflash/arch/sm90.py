@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ..config import Sm90Config
 from ..errors import UnsupportedError
 from ..problem import AttentionProblem, Mask
+from ..sm90_config import Sm90Config
 from .tuning import SLACK, Row, row_for
 
 ARCHES = ("sm_90a",)

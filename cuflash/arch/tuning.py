@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from ..config import KernelConfig
@@ -16,19 +15,27 @@ SLACK: dict[Mask, int] = {"full": 2, "causal": 8}
 """By mask: where the diagonal's tile comes first it holds each row's own key, and a larger slack costs no accuracy."""
 
 
-@dataclass(frozen=True, slots=True)
 class Row(Generic[Config]):
     """The config of problems on ``arches``, under ``masks``, with D up to ``head_dim`` and Dv up to ``head_dim_v``.
 
     ``short``: of those with few queries, in place of another row of these head dims.
     """
 
-    arches: tuple[str, ...]
-    head_dim: int
-    head_dim_v: int
-    masks: tuple[Mask, ...]
-    config: Config
-    short: bool = False
+    def __init__(
+        self,
+        arches: tuple[str, ...],
+        head_dim: int,
+        head_dim_v: int,
+        masks: tuple[Mask, ...],
+        config: Config,
+        short: bool = False,
+    ) -> None:
+        self.arches = arches
+        self.head_dim = head_dim
+        self.head_dim_v = head_dim_v
+        self.masks = masks
+        self.config = config
+        self.short = short
 
     def serves(self, problem: AttentionProblem) -> bool:
         return (

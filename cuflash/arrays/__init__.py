@@ -10,8 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 CPU = -1
 """The device ordinal of host memory; CUDA devices count from 0."""
@@ -22,8 +21,7 @@ CPU_DTYPES = ("float16", "bfloat16", "float32", "float64")
 ITEM_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 
 
-@dataclass(frozen=True, slots=True)
-class Operand:
+class Operand(NamedTuple):
     """An array of the caller, in terms that no framework has a part in.
 
     Attributes
@@ -45,7 +43,7 @@ class Operand:
     """
 
     name: str
-    array: Any = field(repr=False, compare=False)  # showing a GPU array would wait for it
+    array: Any
     kind: Kind
     address: int
     shape: tuple[int, ...]
@@ -53,6 +51,9 @@ class Operand:
     dtype: str
     device: int
     writable: bool = True
+
+    def __repr__(self) -> str:  # without the array: to show one on a GPU would wait for it
+        return f"Operand({self.name!r}, {self.dtype} {self.shape} on {self.place})"
 
     @property
     def place(self) -> str:

@@ -6,7 +6,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import cupy
 import numpy as np
@@ -118,10 +118,11 @@ def on_stream(handle: int, ordinal: int) -> Iterator[None]:
         yield
 
 
-class _ForeignStream(NamedTuple):
+class _ForeignStream:
     """A bare handle as CUDA's stream protocol has it."""
 
-    handle: int
+    def __init__(self, handle: int) -> None:
+        self.handle = handle
 
     def __cuda_stream__(self) -> tuple[int, int]:
         return 0, self.handle

@@ -7,8 +7,10 @@ from dataclasses import replace
 from itertools import product
 
 from ..arch import ARCHES, KIB
-from ..config import KernelConfig, Sm80Config, Sm90Config, round_up
+from ..config import KernelConfig, round_up
 from ..problem import AttentionProblem
+from ..sm80_config import Sm80Config
+from ..sm90_config import Sm90Config
 
 # Registers of a thread beyond those for O, S, P and Q.
 OTHER_REGISTERS_SM80 = 24

@@ -52,6 +52,7 @@ def child(code: str, cache: str) -> dict[str, Any]:
         The child failed; the message has its error.
     """
     environment = {**os.environ, "CUFLASH_CACHE_DIR": cache, "CUFLASH_DISABLE_JIT": "0", "CUFLASH_PREBUILT_DIR": ""}
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)  # modules are compiled once for all runs, as pip leaves them
     paths = [path for path in sys.path if path]
     environment["PYTHONPATH"] = os.pathsep.join(paths)
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300)

@@ -25,7 +25,7 @@ from .problems import add_problem_options, default_arch, overridden, parse_overr
 from .screen import Screen
 
 if TYPE_CHECKING:
-    from ..compiler import Compiled
+    from ..compiled import Compiled
     from ..config import KernelConfig
     from ..problem import AttentionProblem
     from ..render import Source

@@ -6,8 +6,10 @@ import argparse
 import dataclasses
 
 from ..backward_config import BackwardConfig, BackwardRowsConfig
-from ..config import KernelConfig, Sm80Config, Sm90Config
+from ..config import KernelConfig
 from ..problem import TASKS, AttentionProblem
+from ..sm80_config import Sm80Config
+from ..sm90_config import Sm90Config
 
 
 def add_problem_options(parser: argparse._ActionsContainer) -> None:

@@ -158,6 +158,7 @@ DEVICE float exp2_approx(float x) { float y; asm("ex2.approx.ftz.f32 %0, %1;" : 
 DEVICE float log2_approx(float x) { float y; asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
 DEVICE float rcp_approx(float x) { float y; asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
 DEVICE float max_f32(float a, float b) { return fmaxf(a, b); }
+DEVICE float min_f32(float a, float b) { return fminf(a, b); }
 DEVICE float min_nan_f32(float a, float b) { float y; asm("min.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b)); return y; }   // a NaN wins
 DEVICE float fma_f32(float a, float b, float c) { return __fmaf_rn(a, b, c); }
 DEVICE float mul_f32(float a, float b) { return __fmul_rn(a, b); }   // never contracted into an fma

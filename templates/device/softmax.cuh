@@ -1,20 +1,28 @@
 // Online softmax in base 2 on mma accumulators (Milakov and Gimelshein 2018; FlashAttention-2, algorithm 1), with lazy rescaling.
 //
 // A row keeps a reference near its maximum; probabilities are exp2(score * scale - reference * scale). A step only tests, without
-// shuffles, that no score exceeds the reference by more than 2^kSlack in the probability (KernelConfig.slack).
+// shuffles, that no score exceeds the reference by more than 2^kSlack in the probability (ForwardConfig.slack).
 // Otherwise the warp takes the exact path: new maximum, sums and outputs rescaled. The result is the same up to rounding, because
-// numerator and denominator share the reference.
+// numerator and denominator share the reference. That rounding is why the slack is small: a key whose score is the reference has a
+// probability of 1, which 16 bits hold exactly, and the error of a rounded one shows where a key makes up much of its row.
 #pragma once
 #include "device/ptx.cuh"
 
-// Two exponents fail the lazy test on purpose (exponent + kSlack < 0), so that their rows take the exact path in every step.
+// Two exponents fail the lazy test on purpose (exponent + slack < 0), so that their rows take the exact path in every step.
 // A row that has seen no key: this exponent never meets a finite score.
 constexpr float kEmptyExponent = -1e30f;
 // From |reference * scale| = 512 on, rounding that product moves a probability by 2^-16 and more, and what a key that outweighs all others
 // gets would no longer be 1 to within 16-bit rounding. Such a row is large: it subtracts its reference from the scores before they are
-// multiplied, and its probabilities carry a constant factor of 2^(kSlack + 1) instead.
+// multiplied, and its probabilities carry a constant factor of 2^(kMostSlack + 1) instead.
+constexpr float kMostSlack = 8.f;   // far from what fp16 holds, also times that factor
 constexpr float kLargeProduct = 512.f;
-constexpr float kLargeExponent = -kSlack - 1.f;
+constexpr float kLargeExponent = -kMostSlack - 1.f;
+static_assert(kSlack <= kMostSlack, "rows that fail the lazy test on purpose must fail it");
+
+// update_but_output lets the slack grow with the row's sum, up to kMostSlack: a key may exceed the reference by more than 2^kSlack where that
+// is less than 2^-kShareBits of the row, too small a share for its rounding to show. Long rows have fewer exact steps for it.
+constexpr float kShareBits = 4.f;
+constexpr bool kSlackGrows = kSlack < kMostSlack;
 
 DEVICE float minus_infinity() { return bits_float(0xff800000); }
 
@@ -55,7 +63,7 @@ struct OnlineSoftmax {
         #pragma unroll
         for (int w = 0; w < kRowBlocks; w++)
             #pragma unroll
-            for (int r = 0; r < 2; r++) raise |= top_bits(s[w], r) >= limit_bits(exponent[w][r], inverse_scale);
+            for (int r = 0; r < 2; r++) raise |= top_bits(s[w], r) >= limit_bits(exponent[w][r], kSlack, inverse_scale);
         if (!warp_any(raise)) return;
         float correction[kRowBlocks][2];
         if (raise_references(s, correction, scale)) {
@@ -69,6 +77,7 @@ struct OnlineSoftmax {
     DEVICE bool update_but_output(Scores& s, float scale, float inverse_scale, float (&correction)[kRowBlocks][2]) {
         float top[kRowBlocks][2];
         bool raise = kExact, exact = kExact;
+        if (kSlackGrows) set_limits(inverse_scale);
         #pragma unroll
         for (int w = 0; w < kRowBlocks; w++)
             #pragma unroll
@@ -166,15 +175,17 @@ private:
     }
 
     // What top_bits is compared with. A limit that is negative or NaN is exceeded by everything: raise_references is right for every row.
-    DEVICE static int limit_bits(float exponent, float inverse_scale) {
-        const float limit = (exponent + kSlack) * inverse_scale;
+    DEVICE static int limit_bits(float exponent, float slack, float inverse_scale) {
+        const float limit = (exponent + slack) * inverse_scale;
         return limit >= 0.f ? float_bits(limit) : (int)0x80000000;
     }
+    // `sum` is a thread's, about a quarter of the row's; 0 before the first exponentials.
+    DEVICE static float grown_slack(float sum) { return min_f32(max_f32(log2_approx(sum) + 2.f - kShareBits, kSlack), kMostSlack); }
     DEVICE void set_limits(float inverse_scale) {
         #pragma unroll
         for (int w = 0; w < kRowBlocks; w++)
             #pragma unroll
-            for (int r = 0; r < 2; r++) limit[w][r] = limit_bits(exponent[w][r], inverse_scale);
+            for (int r = 0; r < 2; r++) limit[w][r] = limit_bits(exponent[w][r], kSlackGrows ? grown_slack(sum[w][r]) : kSlack, inverse_scale);
     }
 
     DEVICE static float exponent_of(float top, float scale) {

@@ -8,7 +8,8 @@ from itertools import combinations
 
 from cuflash import kernels
 from cuflash.arch import ARCHES
-from cuflash.compiler import Compiled, compile_source
+from cuflash.compiled import Compiled
+from cuflash.compiler import compile_source
 from cuflash.problem import AttentionProblem
 from cuflash.render import render
 

@@ -19,9 +19,9 @@ from cuflash import kernels
 from cuflash.arch import ARCHES
 from cuflash.cli.dump import disassemble, find_disassembler
 from cuflash.compiler import Compiled, to_ptx
-from cuflash.config import Sm90Config
 from cuflash.problem import AttentionProblem
 from cuflash.render import render
+from cuflash.sm90_config import Sm90Config
 from tests.compile.shipped import compile_shipped, every_problem, label, pairs, pairwise
 from tests.tiny import require_nvrtc
 

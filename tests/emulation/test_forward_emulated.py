@@ -19,9 +19,10 @@ from cuflash import kernels
 from cuflash.arch import ARCHES
 from cuflash.arch.sm80 import FORWARD
 from cuflash.arch.tuning import Row
-from cuflash.config import KernelConfig, Sm80Config
+from cuflash.config import KernelConfig
 from cuflash.kernels import select_config
 from cuflash.problem import AttentionProblem
+from cuflash.sm80_config import Sm80Config
 from tests.emulation.build import compile_snippet, compiler
 from tests.emulation.cases import BHSD, BSHD, Case, assert_clean, assert_right, check, edge_lengths, run
 from tests.emulation.launch import Timing, forward

@@ -18,7 +18,7 @@ from tests.conftest import family_asked_for
 from tests.gpu.support import DTYPES, HEAD_DIMS, Variant, compile_variant, target
 
 if TYPE_CHECKING:
-    from cuflash.compiler import Compiled
+    from cuflash.compiled import Compiled
 
 WHOLE_RUN = 200
 """From this many GPU tests on, beside those that make their own kernels, it pays to compile ahead."""

@@ -17,13 +17,14 @@ import numpy as np
 
 import cuflash
 from cuflash import kernels
+from cuflash.arch import sm90
 from cuflash.config import KernelConfig
 from cuflash.problem import AttentionProblem
 from tests.mutation import Mutation
 from tests.oracle import assert_accurate, assert_lse
 
 if TYPE_CHECKING:
-    from cuflash.compiler import Compiled
+    from cuflash.compiled import Compiled
 
 ROOT = Path(__file__).resolve().parents[2]
 DTYPES = ("float16", "bfloat16")
@@ -187,8 +188,8 @@ def kernel_in_use(variant: Variant, compiled: Compiled) -> Iterator[None]:
         counters.prepare(device)
     loaded = jit.LoadedKernel(kernel, problem, config, compiled, "compiled")
     usual = jit._loaded.get((problem, device))
-    is_short = kernels.sm90.is_short
-    lengths = mock.patch.object(kernels.sm90, "is_short", lambda asked, _: problem.short and is_short(asked, 0))
+    is_short = sm90.is_short
+    lengths = mock.patch.object(sm90, "is_short", lambda asked, _: problem.short and is_short(asked, 0))
     with kernels.use_family(config.family), lengths:  # the first of which also forgets plans, at both ends
         jit._loaded[problem, device] = loaded
         try:

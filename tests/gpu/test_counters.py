@@ -15,8 +15,9 @@ import pytest
 
 import cuflash
 from cuflash import counters, driver, jit, kernels
-from cuflash.config import KernelConfig, Sm90Config
+from cuflash.config import KernelConfig
 from cuflash.problem import AttentionProblem
+from cuflash.sm90_config import Sm90Config
 from tests.gpu.support import Array, assert_same_bits, assign, check_attention, draw_qkv, poisoned, require_hopper, spin
 
 pytestmark = pytest.mark.gpu

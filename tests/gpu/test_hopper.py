@@ -44,7 +44,7 @@ from tests.mutation import Mutation
 from tests.oracle import assert_accurate, assert_lse
 
 if TYPE_CHECKING:
-    from cuflash.compiler import Compiled
+    from cuflash.compiled import Compiled
 
 pytestmark = pytest.mark.gpu
 

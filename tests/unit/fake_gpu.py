@@ -18,11 +18,12 @@ import numpy as np
 import pytest
 
 from cuflash import counters, driver, jit, kernels
-from cuflash.compiler import Compiled
-from cuflash.config import KernelConfig, Sm90Config
+from cuflash.compiled import Compiled
+from cuflash.config import KernelConfig
 from cuflash.params import TENSOR_MAP, ParameterBlock
 from cuflash.problem import AttentionProblem
 from cuflash.request import LOG2_E
+from cuflash.sm90_config import Sm90Config
 from tests.unit import fake_backward
 
 Array = Any
@@ -211,6 +212,7 @@ def _install_driver(monkeypatch: pytest.MonkeyPatch, gpu: FakeGpu) -> None:
     monkeypatch.setattr(counters, "prepare", lambda device: None)
     monkeypatch.setattr(counters, "take", lambda device, stream: counters.NO_COUNTER)
     monkeypatch.setattr(driver, "device_properties", gpu.device_properties)
+    monkeypatch.setattr(driver, "multiprocessors", lambda device: gpu.multiprocessors)
     monkeypatch.setattr(driver, "device_compute_capability", lambda device: gpu.capability)
     monkeypatch.setattr(driver, "device_count", lambda: 2)
     monkeypatch.setattr(driver, "current_device", lambda: gpu.device)

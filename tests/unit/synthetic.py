@@ -46,7 +46,7 @@ def row(case: Case, which: str, rng: random.Random) -> dict[str, Any]:
         "case": dataclasses.asdict(case),
         "kernels": {"cuflash": "cuflash_fwd_sm90", "cuflash sm80": "cuflash_fwd_sm80"},
         "case_flops": case.flops_of(which),
-        "hbm_bytes": fused_bytes(shape, Schedule(128, 8 if case.causal else 1, 264, device.l2_bytes), lse=False),
+        "hbm_bytes": fused_bytes(shape, Schedule(128, 8 if case.causal else 1, 132, device.l2_bytes, 2), lse=False),
         "standard_bytes": shape.standard_bytes if which == "forward" else backward_standard_bytes(shape),
         "results": {name: result(case, which, name, rng) for name in names},
         "refused": {} if "cudnn" in names else {"cudnn": "No valid engine"},

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from cuflash import cache, compiler
+from cuflash import cache, compiler, driver
 from cuflash.cache import CacheKey, KernelCache
-from cuflash.compiler import Compiled
+from cuflash.compiled import Compiled
 from tests import tiny
 
 CHECKOUT = Path(cache.__file__).parents[1]
@@ -75,7 +75,7 @@ def start(script: str, *arguments: object) -> subprocess.Popen:
     lines = (
         f"import sys; sys.path.insert(0, {str(CHECKOUT)!r}); sys.argv[0] = ''\n"
         "from pathlib import Path; from tests import tiny; from cuflash.cache import KernelCache, CacheKey\n"
-        "from cuflash.compiler import Compiled, compile_source\n"
+        "from cuflash.compiled import Compiled; from cuflash.compiler import compile_source\n"
     )
     command = [sys.executable, "-W", "error", "-c", lines + script, *map(str, arguments)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
@@ -339,7 +339,7 @@ def test_a_build_that_cannot_be_remembered_is_asked_for_and_warned_about(public_
     public_folder.chmod(0o555)
     monkeypatch.setattr(compiler, "nvrtc_build", lambda: BUILD)
     monkeypatch.setattr(compiler, "nvrtc_path", lambda: __file__)
-    monkeypatch.setattr(compiler, "bindings_version", lambda: "13.0.0")
+    monkeypatch.setattr(driver, "bindings_version", lambda: "13.0.0")
 
     def work():
         with warnings.catch_warnings(record=True) as caught:

@@ -7,7 +7,6 @@ import subprocess
 import sys
 import threading
 import types
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -121,7 +120,7 @@ def test_threads_compile_at_once(nvrtc):
 
 def test_an_empty_log_leaves_pythons_shared_bytes_alone(nvrtc):
     """The bindings write into the bytes object they are given; Python has one object for each single byte."""
-    quiet = replace(tiny.source(), options=("-default-device",))
+    quiet = tiny.source()._replace(options=("-default-device",))
     with compiler._compiled(quiet, "sm_80") as (_, log):
         assert log == ""
     assert [bytes([n])[0] for n in range(256)] == list(range(256))
@@ -158,7 +157,7 @@ def test_an_error_in_a_header_shows_the_header(nvrtc):
 
 
 def test_errors_that_belong_to_no_line_show_the_log(nvrtc):
-    wrong = replace(tiny.source(), options=("-nonsense",))
+    wrong = tiny.source()._replace(options=("-nonsense",))
     with pytest.raises(CompileError, match="unrecognized option -nonsense"):
         compile_source(wrong)
 

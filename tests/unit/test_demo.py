@@ -11,7 +11,7 @@ import pytest
 from cuflash import demo, explanation
 from cuflash.bench.inputs import Case
 from cuflash.cli.screen import Screen
-from cuflash.compiler import Compiled
+from cuflash.compiled import Compiled
 from cuflash.driver import DeviceProperties
 from cuflash.errors import DriverError, MissingKernelError, UnsupportedError
 from tests.unit import fake_cupy

@@ -13,7 +13,7 @@ import types
 import pytest
 
 from cuflash import driver
-from cuflash.compiler import Compiled
+from cuflash.compiled import Compiled
 from cuflash.errors import DriverError
 
 COMPILED = Compiled(b"\x7fELF...", "tiny_kernel", "sm_90", 32, 0, 0, 0, 0.1, "", "13.0.88")
@@ -141,7 +141,7 @@ class FakeBindings:
     CUtensorMapDataType = members({"CU_TENSOR_MAP_DATA_TYPE_FLOAT16": 6, "CU_TENSOR_MAP_DATA_TYPE_BFLOAT16": 9})
     CUtensorMapInterleave = members({"CU_TENSOR_MAP_INTERLEAVE_NONE": 0})
     CUtensorMapSwizzle = members({"CU_TENSOR_MAP_SWIZZLE_128B": 3})
-    CUtensorMapL2promotion = members({"CU_TENSOR_MAP_L2_PROMOTION_L2_256B": 3})
+    CUtensorMapL2promotion = members({"CU_TENSOR_MAP_L2_PROMOTION_L2_128B": 2, "CU_TENSOR_MAP_L2_PROMOTION_L2_256B": 3})
     CUtensorMapFloatOOBfill = members({"CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE": 0})
 
     class cuuint32_t(int):
@@ -174,6 +174,7 @@ CACHED = (
     driver._device,
     driver.device_compute_capability,
     driver.device_properties,
+    driver.multiprocessors,
     driver._primary_context,
 )
 
@@ -265,6 +266,12 @@ def test_device_figures(cuda):
     assert driver.device_compute_capability(1) == (9, 0)
     assert len(cuda.calls) == before
     assert {call[3] for call in cuda.calls if call[0] == "cuDeviceGetAttribute"} == {1}
+
+
+def test_the_figure_that_a_plan_needs_is_asked_alone(cuda):
+    """The driver takes its time for some of the others: clock rates, for example."""
+    assert driver.multiprocessors(1) == driver.multiprocessors(1) == 132
+    assert cuda.names().count("cuDeviceGetAttribute") == 1
 
 
 # --- contexts --------------------------------------------------------------------------------------------------
@@ -386,12 +393,16 @@ def test_a_failed_launch_raises(cuda):
         driver.launch(kernel.handle, (1, 1, 1), (1, 1, 1), 0, 0, driver.ArgumentBuffer(16).address)
 
 
-@pytest.mark.parametrize(("dtype", "number"), [("float16", 6), ("bfloat16", 9)])
-def test_a_tensor_map_has_boxes_of_rows(cuda, dtype, number):
-    """64 columns by some rows of one head, swizzled over 128 bytes, zeros beyond the end."""
-    encoded = driver.encode_tensor_map(1 << 40, dtype, (96, 1000, 8, 2), (1536, 192, 1536000), 128)
+@pytest.mark.parametrize(("dtype", "number", "dim", "promotion"), [("float16", 6, 96, 3), ("bfloat16", 9, 64, 2)])
+def test_a_tensor_map_has_boxes_of_rows(cuda, dtype, number, dim, promotion):
+    """64 columns by some rows of one head, swizzled over 128 bytes, zeros beyond the end.
+
+    The L2 reads 256 bytes at once where a row has more than one box's 128, and no other head's bytes where it has not.
+    """
+    extents, strides = (dim, 1000, 8, 2), (1536, 192, 1536000)
+    encoded = driver.encode_tensor_map(1 << 40, dtype, extents, strides, 128)
     assert encoded == bytes(range(128))
-    expected = (number, 4, 1 << 40, (96, 1000, 8, 2), (1536, 192, 1536000), (64, 128, 1, 1), (1, 1, 1, 1), 0, 3, 3, 0)
+    expected = (number, 4, 1 << 40, extents, strides, (64, 128, 1, 1), (1, 1, 1, 1), 0, 3, promotion, 0)
     assert cuda.calls[-1][2] == expected
 
 

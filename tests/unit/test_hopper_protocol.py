@@ -26,10 +26,10 @@ from typing import NamedTuple
 
 import pytest
 
-from cuflash.config import Sm90Config
 from cuflash.kernels import select_config
 from cuflash.problem import AttentionProblem
 from cuflash.render import render
+from cuflash.sm90_config import Sm90Config
 
 WARPS = 2
 """Warps of a consumer in the model: the one whose first thread is elected, and one for the three others."""

@@ -54,7 +54,7 @@ def test_equal_calls_are_hits(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.setattr(jit, name, cold)
     monkeypatch.setattr(jit, "_table_lock", None)
     monkeypatch.setattr(settings, "read_settings", cold)
-    for name in ("device_compute_capability", "device_properties", "encode_tensor_map"):
+    for name in ("device_compute_capability", "device_properties", "multiprocessors", "encode_tensor_map"):
         monkeypatch.setattr(driver, name, cold)
     monkeypatch.setattr(driver, "ensure_context", cold)
     for case in cases:

@@ -10,6 +10,11 @@ from pathlib import Path
 import pytest
 
 import cuflash
+from cuflash import kernels
+from cuflash.cache import KernelCache, cache_key
+from cuflash.compiled import Compiled
+from cuflash.problem import AttentionProblem
+from cuflash.render import Source
 
 ROOT = Path(__file__).resolve().parents[2]
 BACKWARD = "cuflash.attention_backward(x, x, x, x, *cuflash.attention(x, x, x, return_lse=True))"
@@ -51,6 +56,33 @@ assert cuflash.explain(x, x, x, arch="sm_90").kernel is not None
 print(json.dumps([name for name in sys.modules if name.startswith("cuflash.") and "backward" in name]))
 """
     assert in_fresh_process(code) == []
+
+
+@pytest.mark.parametrize(("arch", "other"), [("sm_80", "sm90"), ("sm_90a", "sm80")])
+def test_a_kernel_in_the_cache_loads_what_it_needs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arch: str, other: str
+) -> None:
+    """No compiler, no Jinja, no table and config of another family: each would cost a process's first call."""
+    problem = AttentionProblem(64, 64, "float16", "full", 16, False, arch)
+    key = cache_key(problem, kernels.select_config(problem))
+    store = KernelCache(tmp_path / "kernels", 1 << 20)
+    store.nvrtc_build = "13.0.88"
+    compiled = Compiled(b"code", key.symbol, arch, 128, 0, 0, 0, 0.5, "", "13.0.88")
+    assert store.publish(key, Source("// text", {}, key.symbol, (), arch), compiled)
+    monkeypatch.setenv("CUFLASH_CACHE_DIR", str(store.root))
+    code = f"""
+import json, sys
+from cuflash import cache, jit, kernels, settings
+from cuflash.problem import AttentionProblem
+cache.KernelCache.nvrtc_build = "13.0.88"
+problem = {problem!r}
+compiled, origin = jit.obtain_code(problem, kernels.select_config(problem), settings.read_settings())
+print(json.dumps([origin, sorted(sys.modules)]))
+"""
+    origin, loaded = in_fresh_process(code)  # type: ignore[misc]
+    assert origin == "disk"
+    needless = {"jinja2", "cuda", "cuflash.compiler", f"cuflash.arch.{other}", f"cuflash.{other}_config"}
+    assert not set(loaded) & needless
 
 
 def test_quiet() -> None:

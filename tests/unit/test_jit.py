@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from cuflash import cache, compiler, driver, jit, kernels, render
-from cuflash.compiler import Compiled
+from cuflash.compiled import Compiled
 from cuflash.errors import CompileError, DriverError, MissingKernelError
 from cuflash.problem import AttentionProblem
 from cuflash.settings import read_settings

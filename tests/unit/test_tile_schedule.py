@@ -9,8 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cuflash.config import Sm80Config, Sm90Config
+from cuflash import reference
 from cuflash.reference import tile_schedule
+from cuflash.sm80_config import Sm80Config
+from cuflash.sm90_config import Sm90Config
 from tests.oracle import DTYPES, assert_accurate, assert_lse, measure, oracle, randn, unit_roundoff
 
 SMALL = Sm80Config(block_m=32, block_n=16, warps=2, stages=2, q_registers=0, ctas=1)
@@ -77,12 +79,27 @@ def test_lazy_and_eager_references_agree_up_to_rounding(lazy, exact):
     assert measure(lazy, reference).frobenius < 1.5 * measure(eager, reference).frobenius
 
 
+@pytest.mark.parametrize(("keys", "raises"), [(2 * 48, True), (41 * 48, False)])
+def test_the_slack_grows_with_a_row(keys, raises, monkeypatch):
+    """A key that exceeds the reference by 2^3, against a slack of 2^2: a small share of a long row only."""
+    q, k, v = draw(3, (64, keys), heads=(1, 1))
+    q[:], k[:] = 1.0, 0.0
+    k[0, 0, 0] = 3 * np.log(2)  # in the tile that comes last
+    raised, raise_reference = [], reference._Warp._raise_reference
+    monkeypatch.setattr(
+        reference._Warp, "_raise_reference", lambda warp, *args: raised.append(1) or raise_reference(warp, *args)
+    )
+    check(q, k, v, scale=1 / q.shape[3], config=HOPPER)
+    assert len(raised) == HOPPER.warps * (1 + raises)  # in the first step anyway
+
+
 def test_families_differ_in_the_tiles_that_their_warps_compute():
     """Same tiles and slack, 16 rows a warp: the same bits, but for NaN in values that a warp's rows do not see."""
     ampere = Sm80Config(block_m=64, block_n=48, warps=4, stages=2, q_registers=0, ctas=1)
     q, k, v = draw(9, (120, 100))
-    for causal in CAUSAL:
-        results = [tile_schedule(q, k, v, causal=causal, scale=0.25, config=c) for c in (ampere, HOPPER)]
+    for causal in CAUSAL:  # with a slack that does not grow
+        configs = [replace(c, slack=8) for c in (ampere, HOPPER)]
+        results = [tile_schedule(q, k, v, causal=causal, scale=0.25, config=c) for c in configs]
         for one, other in zip(*results, strict=True):
             assert np.array_equal(one, other)
     v[0, 0, 60] = np.nan  # the second key tile; of the first query tile, rows 48 to 63 see some of it

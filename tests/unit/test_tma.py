@@ -18,12 +18,12 @@ import cuflash
 from cuflash import driver, jit, kernels
 from cuflash.arch import ARCHES, sm90
 from cuflash.checks import MAX_BATCH_HEADS, make_request
-from cuflash.config import Sm90Config
 from cuflash.errors import UnsupportedError
 from cuflash.explanation import as_if_on_gpu
 from cuflash.params import fast_div
 from cuflash.problem import DTYPES, MASKS, AttentionProblem
 from cuflash.request import MAX_WORK_TILES, Request
+from cuflash.sm90_config import Sm90Config
 from tests.unit import fake_gpu
 from tests.unit.fake_gpu import FakeGpu
 
@@ -123,9 +123,7 @@ def work_tiles_request(batch: int, heads: int, seqlen: int) -> Request:
     x = np.broadcast_to(np.zeros(64, np.float16), (1, 1, 1, 64))
     request = as_if_on_gpu(make_request((x, x, x), None, causal=False, scale=None, layout="bshd", return_lse=False))
     shape, strides = (batch, seqlen, heads, 64), (16, 16, 16, 2)
-    q, k, v = (
-        dataclasses.replace(o, shape=shape, strides=strides, address=1 << 40) for o in (request.q, request.k, request.v)
-    )
+    q, k, v = (o._replace(shape=shape, strides=strides, address=1 << 40) for o in (request.q, request.k, request.v))
     return dataclasses.replace(request, q=q, k=k, v=v)
 
 
