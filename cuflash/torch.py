@@ -216,9 +216,9 @@ class _Ordinary(torch.autograd.Function):  # type: ignore[misc]
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor, dlse: Tensor) -> Any:
-        operators = is_compiling() or transformed() or dispatch_modes() > 0
+        followed = is_compiling() or transformed() or dispatch_modes() or is_tracing() or forward_ad._current_level >= 0
         plain = ctx.told and dlse is None and dout is not None and _in_memory(dout) and not dout.is_neg()
-        if operators or is_grad_enabled() or is_tracing() or not plain:
+        if followed or is_grad_enabled() or not plain:
             return _Attention.backward(ctx, dout, dlse)
         return *_gradients_after(ctx.told, dout, ctx.saved_tensors, ctx.options), None, None, None, None
 

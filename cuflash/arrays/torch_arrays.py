@@ -47,12 +47,15 @@ dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 
 
 def geometry(x: Any, /) -> tuple[tuple[Any, ...], int]:
-    if (x.requires_grad and is_grad_enabled()) or is_compiling() or dispatch_modes() or is_tracing():
-        raise TypeError("followed by torch, which a plan is not")
-    # `operand` refuses a tensor with a tangent: whether there may be any is part of the key.
-    return (
-        type(x), x.shape, x.stride(), x.dtype, x.device, x.is_neg(), forward_ad._current_level,
-    ), x.data_ptr()  # fmt: skip
+    if (
+        (x.requires_grad and is_grad_enabled())
+        or is_compiling()
+        or dispatch_modes()
+        or is_tracing()
+        or forward_ad._current_level >= 0
+    ):
+        raise TypeError("followed by torch, or perhaps, which a plan is not")
+    return (type(x), x.shape, x.stride(), x.dtype, x.device, x.is_neg()), x.data_ptr()
 
 
 def follower(arrays: tuple[Any, ...], /) -> Callable[..., Any] | None:

@@ -735,10 +735,18 @@ def moving(pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> An
 
 def test_tensors_that_hooks_have_moved(gpu: FakeGpu) -> None:
     """To other memory, or in the same memory to another order: the plan of the call before is not for them."""
-    inputs = draw("float16")
+    inputs = [torch.randn(2, 16, 2, 8).half().requires_grad_() for _ in range(3)]
     expected = pass_of(inputs)
-    with moving(lambda x: x, lambda x: x.clone()):
+
+    def shifted(x: Tensor) -> Tensor:
+        """Of an input, a copy that vectors of two elements cannot load."""
+        if x.data_ptr() not in [leaf.data_ptr() for leaf in inputs]:
+            return x
+        return torch.empty(x.numel() + 1, dtype=x.dtype)[1:].view(x.shape).copy_(x.detach())
+
+    with moving(lambda x: x, shifted):
         assert same(expected, pass_of(inputs))
+    assert [launch.loaded.problem.access_bytes for launch in gpu.launches[-3:]] == [2, 2, 2]
 
     def turned(x: Tensor) -> Tensor:
         """The tensor in another order of its axes, written over the one that was saved."""
@@ -751,6 +759,14 @@ def test_tensors_that_hooks_have_moved(gpu: FakeGpu) -> None:
     with moving(lambda x: x, turned):
         assert same(expected, pass_of([x.detach().clone().requires_grad_() for x in inputs]))
     assert same(expected, pass_of(inputs))
+
+
+def test_a_backward_pass_where_forward_mode_may_be(gpu: FakeGpu) -> None:
+    inputs = draw("float16")
+    expected = pass_of(inputs)
+    out = cuflash.attention(*inputs)
+    with torch.autograd.forward_ad.dual_level():
+        assert same(expected, torch.autograd.grad(out, inputs, like(out)))
 
 
 def test_another_device_and_stream(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
