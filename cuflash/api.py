@@ -97,12 +97,13 @@ def compute(
     out: Any = None,
     lse: Any = None,
     follow: bool = False,
+    told: list[Any] | None = None,
 ) -> Any:
-    """`attention`, with two arguments more.
+    """`attention`, with three arguments more.
 
     ``lse`` receives the LSE: a C-contiguous array of its shape and dtype and of the kind and device of ``q``, which is
     not checked. It needs ``return_lse``. With ``follow``, arrays that their framework follows go to the attention that
-    it can follow.
+    it can follow. On a GPU, ``told`` receives the plan and the addresses of q, k, v, out and lse.
     """
     kind = KINDS.get(type(q)) or kind_of(q)
     if kind is None:
@@ -140,11 +141,11 @@ def compute(
             jit.remember(key, plan)
     if kind.current_device() != plan.device:
         with kind.on_device(plan.device):
-            return compute(q, k, v, causal, scale, layout, return_lse, out, lse)
+            return compute(q, k, v, causal, scale, layout, return_lse, out, lse, told=told)
     if out is None:
         out, out_at = kind.empty(q, plan.out_shape)
         if out_at % plan.alignment:  # a rare allocator: plan again for what it gave
-            return compute(q, k, v, causal, scale, layout, return_lse, out, lse)
+            return compute(q, k, v, causal, scale, layout, return_lse, out, lse, told=told)
     else:
         if not plan.apart(q_at, k_at, v_at, out_at):
             check_apart(make_request((q, k, v), out, causal=causal, scale=scale, layout=layout, return_lse=return_lse))
@@ -157,6 +158,8 @@ def compute(
     plan.launch(q_at, k_at, v_at, out_at, lse_at, kind.stream(plan.device))
     if plan.dead:
         kind.fill_dead(out, lse)
+    if told is not None:
+        told += plan, [q_at, k_at, v_at, out_at, lse_at]
     return (out, lse) if return_lse else out
 
 

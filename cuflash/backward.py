@@ -6,9 +6,10 @@ from collections.abc import Hashable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from . import jit
-from .arrays import CPU, Kind, Operand, kind_of
+from .arrays import CPU, KINDS, Kind, Operand, kind_of
 from .backward_request import BackwardRequest
 from .checks import check_call, check_fellow, check_flag, check_gpu, check_written, refuse_shared
+from .jit import BACKWARD_PLANS
 from .request import AXES, Request
 
 if TYPE_CHECKING:
@@ -17,8 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["attention_backward"]
 
 INPUTS = ("q", "k", "v", "dout", "out", "lse", "dlse")
-ROW_INPUTS = ("lse", "dlse")
-"""Of float32 (float64 for float64)."""
+OPTIONS = ("causal", "scale", "layout", "deterministic")
 GRADS = ("grads[0]", "grads[1]", "grads[2]")
 
 
@@ -112,95 +112,125 @@ def attention_backward(
     >>> out, lse = cuflash.attention(q, k, v, causal=True, return_lse=True)  # doctest: +SKIP
     >>> dq, dk, dv = cuflash.attention_backward(dout, q, k, v, out, lse, causal=True)  # doctest: +SKIP
     """
-    outputs = _named_grads(grads)
-    inputs = {"q": q, "k": k, "v": v, "dout": dout, "out": out, "lse": lse}
-    if dlse is not None:
-        inputs["dlse"] = dlse
-    options = {"causal": causal, "scale": scale, "layout": layout, "deterministic": deterministic}
-    if kind_of(q) is None:
-        from .arrays import bridge
-
-        results = bridge.call(lambda views: _backward(views, options), inputs, outputs)
-    else:
-        results = _backward(inputs | outputs, options)
-    return results  # type: ignore[no-any-return]
+    options = causal, scale, layout, deterministic
+    return gradients(dout, q, k, v, out, lse, dlse, options, grads)  # type: ignore[no-any-return]
 
 
-def _named_grads(grads: Any) -> dict[str, Any]:
+def gradients(
+    dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, dlse: Any, options: tuple[Any, ...], grads: Any = None,
+    told: list[Any] | None = None,
+) -> Any:  # fmt: skip
+    """`attention_backward`, by position; the options are causal, scale, layout and deterministic.
+
+    ``told`` receives the plan if there is one that makes the gradients itself.
+    """
+    if grads is not None:
+        _check_triple(grads)
+    kind = KINDS.get(type(q)) or kind_of(q)
+    if kind is None:
+        return _gradients_of_foreign(_named(dout, q, k, v, out, lse, dlse, grads), options)
+    places: list[int] = []
+    key: Any
+    try:
+        geometry = kind.geometry
+        q_key, q_at = geometry(q)
+        k_key, k_at = geometry(k)
+        v_key, v_at = geometry(v)
+        dout_key, dout_at = geometry(dout)
+        out_key, out_at = geometry(out)
+        lse_key, lse_at = geometry(lse)
+        dlse_key, dlse_at = (None, 0) if dlse is None else geometry(dlse)
+        places = [q_at, k_at, v_at, dout_at, out_at, lse_at, dlse_at]
+        bits, grads_key = q_at | k_at | v_at | dout_at | out_at, None
+        if grads is not None:
+            grads_key, grads_at = zip(*map(geometry, grads), strict=True)
+            places += grads_at
+            bits |= grads_at[0] | grads_at[1] | grads_at[2]
+        # LSEs are accessed by other rules: how they lie says nothing about the rest.
+        bits, row_bits = bits & 15, (lse_at | dlse_at) & 3
+        key = q_key, k_key, v_key, dout_key, out_key, lse_key, dlse_key, grads_key, bits, row_bits, options
+        plan = BACKWARD_PLANS.get(key)
+    except (AttributeError, TypeError, RuntimeError):  # followed, not of this kind, or not hashable: checked below
+        key = plan = None
+    if plan is None or (grads is not None and not plan.apart(places)):
+        request = _check(_named(dout, q, k, v, out, lse, dlse, grads), **dict(zip(OPTIONS, options, strict=True)))
+        if request.device == CPU:
+            return _run_on_cpu(request)
+        plan = plan or _plan(request, key)
+        places = request.addresses
+        plan.prove_apart(places)
+    if kind.current_device() != plan.device:
+        with kind.on_device(plan.device):
+            return gradients(dout, q, k, v, out, lse, dlse, options, grads, told)
+    if told is not None:
+        told.append(plan)
+    return launch(kind, plan, places, (dout, q, k, v, out, lse, dlse), options, grads)
+
+
+def launch(
+    kind: Kind, plan: BackwardPlan, places: list[int], arrays: tuple[Any, ...], options: tuple[Any, ...],
+    grads: Any = None,
+) -> Any:  # fmt: skip
+    """Carry a plan out on the current stream; its device is current.
+
+    ``places`` are the addresses of q, k, v, dout, out, lse and dlse, and of gradients that are given; ``arrays`` and
+    ``options`` are those of `gradients`.
+    """
+    dout, q, k, v, out, lse, dlse = arrays
     if grads is None:
-        return {}
+        (dq, dq_at), (dk, dk_at), (dv, dv_at) = kind.empty_like(q), kind.empty_like(k), kind.empty_like(v)
+        grads = dq, dk, dv
+        if (dq_at | dk_at | dv_at) % plan.alignment:  # a rare allocator: plan for what it gave
+            return gradients(dout, q, k, v, out, lse, dlse, options, grads)
+        places += dq_at, dk_at, dv_at
+    else:
+        for grad in grads:
+            kind.written(grad)
+    if plan.workspace is None:
+        for grad in grads:
+            kind.fill_dead(grad, None)
+        return tuple(grads)
+    # Freed as soon as the call returns, to a pool that gives it to later work of the same stream.
+    _workspace, workspace_at = kind.empty(q, plan.workspace_floats, "float32")
+    plan.launch(places, workspace_at, kind.stream(plan.device))
+    return tuple(grads)
+
+
+def _plan(request: BackwardRequest, key: Hashable) -> BackwardPlan:
+    from .backward_plan import make_plan
+
+    plan = make_plan(request)
+    if key is not None:
+        jit.remember_backward(key, plan)
+    return plan
+
+
+def _named(dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, dlse: Any, grads: Any) -> dict[str, Any]:
+    """The arrays that a call has, by name."""
+    arrays = dict(zip(INPUTS, (q, k, v, dout, out, lse, dlse), strict=True))
+    if dlse is None:
+        del arrays["dlse"]
+    return arrays if grads is None else arrays | dict(zip(GRADS, grads, strict=True))
+
+
+def _gradients_of_foreign(arrays: Mapping[str, Any], options: tuple[Any, ...]) -> Any:
+    """`gradients` of arrays that cuflash does not address itself."""
+    from .arrays import bridge
+
+    def call(views: dict[str, Any]) -> Any:
+        q, k, v, dout, out, lse, dlse = (views.get(name) for name in INPUTS)
+        grads = tuple(views[name] for name in GRADS) if GRADS[0] in views else None
+        return gradients(dout, q, k, v, out, lse, dlse, options, grads)
+
+    outputs = {name: arrays[name] for name in GRADS if name in arrays}
+    return bridge.call(call, {name: arrays[name] for name in INPUTS if name in arrays}, outputs)
+
+
+def _check_triple(grads: Any) -> None:
     if not isinstance(grads, tuple | list):
         raise TypeError(f"grads is a {type(grads).__qualname__}; accepted are None and a triple of arrays (dq, dk, dv)")
     if len(grads) != 3:
         raise ValueError(f"grads has {len(grads)} elements; accepted are three, the arrays (dq, dk, dv)")
-    return dict(zip(GRADS, grads, strict=True))
-
-
-def _backward(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Any:
-    """The call on arrays that cuflash addresses itself, by name."""
-    kind = kind_of(arrays["q"])
-    assert kind is not None
-    key = _plan_key(kind, arrays, options)
-    plan = None if key is None else jit.BACKWARD_PLANS.get(key)
-    if plan is None:
-        request = _check(arrays, **options)
-        if request.device == CPU:
-            return _run_on_cpu(request)
-        from .backward_plan import make_plan
-
-        plan = make_plan(request)
-        if key is not None:
-            jit.remember_backward(key, plan)
-    if kind.current_device() != plan.device:
-        with kind.on_device(plan.device):
-            return _launch(kind, plan, arrays, options)
-    return _launch(kind, plan, arrays, options)
-
-
-def _plan_key(kind: Kind, arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Hashable:
-    """All that a plan depends on; None for a call to be checked whole, as one whose ``grads`` may overlap inputs is."""
-    if GRADS[0] in arrays:
-        return None
-    try:
-        forms = []
-        bits = row_bits = 0  # LSEs are accessed by other rules: how they lie says nothing about the rest
-        for name in INPUTS:
-            if name in arrays:
-                form, address = kind.geometry(arrays[name])
-                forms.append(form)
-                if name in ROW_INPUTS:
-                    row_bits |= address
-                else:
-                    bits |= address
-        key = (*forms, bits & 15, row_bits & 3, *options.values())
-        hash(key)
-    except (AttributeError, TypeError, RuntimeError):  # not arrays of this kind, or not hashable: to be refused
-        return None
-    return key
-
-
-def _launch(kind: Kind, plan: BackwardPlan, arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Any:
-    """Allocate, and launch on the current stream; the plan's device is current."""
-    given = GRADS[0] in arrays
-    if given:
-        grads = tuple(arrays[name] for name in GRADS)
-        places = tuple(kind.geometry(grad)[1] for grad in grads)
-        for grad in grads:
-            kind.written(grad)
-    else:
-        made = [kind.empty(arrays[name], tuple(arrays[name].shape)) for name in ("q", "k", "v")]
-        grads, places = (tuple(each) for each in zip(*made, strict=True))
-    if plan.workspace is None:
-        for grad in grads:
-            kind.fill_dead(grad, None)
-        return grads
-    if not given and any(place % plan.alignment for place in places):  # a rare allocator: plan for what it gave
-        return _backward({**arrays, **dict(zip(GRADS, grads, strict=True))}, options)
-    inputs = tuple(kind.geometry(arrays[name])[1] if name in arrays else 0 for name in INPUTS)
-    # Freed as soon as the call returns, to a pool that gives it to later work of the same stream.
-    _workspace, workspace_at = kind.empty(arrays["q"], (plan.workspace.floats,), "float32")
-    plan.launch(inputs, places, workspace_at, kind.stream(plan.device))
-    return grads
 
 
 def _run_on_cpu(request: BackwardRequest) -> tuple[Any, ...]:
@@ -211,7 +241,7 @@ def _run_on_cpu(request: BackwardRequest) -> tuple[Any, ...]:
     for grad in grads:
         kind.written(grad)
     if not grads:
-        grads = tuple(kind.empty(x.array, x.shape)[0] for x in (forward.q, forward.k, forward.v))
+        grads = tuple(kind.empty_like(x.array)[0] for x in (forward.q, forward.k, forward.v))
     batch, seq, heads, dim = AXES[forward.layout]
     inputs = (x.array for x in (request.dout, forward.q, forward.k, forward.v, request.out))
     dout, q, k, v, out, *views = (kind.numpy(x).transpose(batch, heads, seq, dim) for x in (*inputs, *grads))

@@ -27,6 +27,12 @@ ROW_TILE = 32
 WORKSPACE_ALIGN = 16
 MAX_BLOCKS = 2**31 - 1
 
+INPUTS = 7
+"""Arrays that a call reads, in the order of addresses; those that it writes are behind them."""
+
+MAX_PROVEN = 64
+"""Pairs of interleaved arrays, such as the parts of a packed gradient, that a plan remembers."""
+
 _pack_rows = BACKWARD_ROWS.launch_block.pack_into
 _pack_main = BACKWARD_SM80.launch_block.pack_into
 _pack_dq = BACKWARD_DQ.launch_block.pack_into
@@ -55,17 +61,20 @@ class Workspace(NamedTuple):
         return (self.size + WORKSPACE_ALIGN) // 4
 
 
-class Launch(NamedTuple):
+class Launch:
     """A kernel, its grid, and its packed parameters behind the pointers."""
 
-    loaded: LoadedKernel
-    blocks: int
-    tail: bytes
+    __slots__ = ("_arguments", "blocks", "loaded", "tail")
+
+    def __init__(self, loaded: LoadedKernel, blocks: int, tail: bytes) -> None:
+        self.loaded = loaded
+        self.blocks = blocks
+        self.tail = tail
+        smem_bytes = loaded.config.smem_bytes(loaded.problem)
+        self._arguments = loaded.kernel.handle, (blocks, 1, 1), (loaded.config.threads, 1, 1), smem_bytes
 
     def start(self, stream: int, params_address: int) -> None:
-        kernel, config = self.loaded.kernel, self.loaded.config
-        smem_bytes = config.smem_bytes(self.loaded.problem)
-        driver.launch(kernel.handle, (self.blocks, 1, 1), (config.threads, 1, 1), smem_bytes, stream, params_address)
+        driver.launch(*self._arguments, stream, params_address)
 
 
 class BackwardPlan:
@@ -78,34 +87,38 @@ class BackwardPlan:
         Addresses of gradients must be multiples of it.
     workspace : Workspace or None
         None if nothing is launched: there are no queries or no keys, and the caller fills zeros in.
+    workspace_floats : int
+        Elements of the float32 array that holds it.
     launches : tuple of Launch
         Of the three kernels, in order; none if nothing is launched.
     """
 
-    __slots__ = ("alignment", "device", "launches", "workspace")
+    __slots__ = ("_proven", "_spans", "alignment", "device", "launches", "workspace", "workspace_floats")
 
-    def __init__(self, device: int, launches: tuple[Launch, ...] = (), workspace: Workspace | None = None) -> None:
-        self.device = device
+    def __init__(
+        self, request: BackwardRequest, launches: tuple[Launch, ...] = (), workspace: Workspace | None = None
+    ) -> None:
+        self.device = request.device
         self.launches = launches
         self.workspace = workspace
+        self.workspace_floats = 0 if workspace is None else workspace.floats
         self.alignment = launches[0].loaded.problem.access_bytes if launches else 1
+        self._spans = [(0, 0) if x is None else jit.span(x) for x in request.operands]
+        self._proven: frozenset[tuple[int, int, int]] = frozenset()
 
-    def launch(self, inputs: tuple[int, ...], grads: tuple[int, ...], workspace: int, stream: int) -> None:
+    def launch(self, addresses: list[int], workspace: int, stream: int) -> None:
         """Launch on a stream of the plan's device, whose context must be current.
 
         Parameters
         ----------
-        inputs : tuple of int
-            Addresses of q, k, v, dout, out, lse and dlse; that of dlse is 0 where there is none.
-        grads : tuple of int
-            Addresses of dq, dk and dv.
+        addresses : list of int
+            Of q, k, v, dout, out, lse, dlse (0 where there is none), dq, dk and dv.
         workspace : int
             Address of the workspace.
         stream : int
         """
         assert self.workspace is not None
-        q, k, v, dout, out, lse, dlse = inputs
-        dq, dk, dv = grads
+        q, k, v, dout, out, lse, dlse, dq, dk, dv = addresses
         sums = -(-workspace // WORKSPACE_ALIGN) * WORKSPACE_ALIGN
         rows = sums + self.workspace.rows
         turns = 0 if self.workspace.turns is None else sums + self.workspace.turns
@@ -118,6 +131,28 @@ class BackwardPlan:
         _pack_dq(buffer.block, 0, rows, sums, dq, last.tail)
         last.start(stream, buffer.address)
 
+    def apart(self, addresses: list[int]) -> bool:
+        """Whether gradients that the call was given are known to share memory with no input and not with each other.
+
+        Their spans do not meet, or do so at distances that were proven before. Addresses are in the order of `launch`.
+        """
+        return self._proven.issuperset(self._meeting(addresses))
+
+    def prove_apart(self, addresses: list[int]) -> None:
+        """Remember that arrays at these distances share no memory, though their spans meet."""
+        if len(self._proven) < MAX_PROVEN:
+            self._proven |= self._meeting(addresses)
+
+    def _meeting(self, addresses: list[int]) -> frozenset[tuple[int, int, int]]:
+        """Of each array whose span meets that of a gradient: the places of both in the call, and their distance."""
+        spans = [(at + low, at + high) for at, (low, high) in zip(addresses, self._spans, strict=True)]
+        return frozenset(
+            (i, j, addresses[j] - addresses[i])
+            for i in range(INPUTS, len(addresses))
+            for j in range(i)
+            if spans[i][0] < spans[j][1] and spans[j][0] < spans[i][1]
+        )
+
 
 def make_plan(request: BackwardRequest) -> BackwardPlan:
     """Plan a GPU call; compiles and loads its kernels if that was not done before.
@@ -129,7 +164,7 @@ def make_plan(request: BackwardRequest) -> BackwardPlan:
     """
     forward = request.forward
     if forward.rows == 0 or forward.seqlen_k == 0:
-        return BackwardPlan(request.device)
+        return BackwardPlan(request)
     arch = jit.device_arch(request.device)
     return plan_with(
         request, *(jit.kernel_for(problem, request.device) for problem in problems_for(request, arch.name))
@@ -160,7 +195,7 @@ def plan_with(request: BackwardRequest, first: LoadedKernel, main: LoadedKernel,
         _last_launch(request, last, blocks_first * (ROW_TILE // 16), common),
     )
     padded_rows = blocks_first * ROW_TILE
-    return BackwardPlan(request.device, launches, Workspace.of(padded_rows, forward.head_dim, request.deterministic))
+    return BackwardPlan(request, launches, Workspace.of(padded_rows, forward.head_dim, request.deterministic))
 
 
 def _last_launch(request: BackwardRequest, last: LoadedKernel, row_blocks: int, common: dict[str, Any]) -> Launch:

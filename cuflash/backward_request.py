@@ -58,9 +58,18 @@ class BackwardRequest:
     @property
     def inputs(self) -> tuple[Operand, ...]:
         """All arrays that are read."""
+        return tuple(x for x in self.operands[:7] if x is not None)
+
+    @property
+    def addresses(self) -> list[int]:
+        """Of q, k, v, dout, out, lse, dlse (0 where there is none), and the gradients if they are given."""
+        return [0 if x is None else x.address for x in self.operands]
+
+    @property
+    def operands(self) -> tuple[Operand | None, ...]:
+        """All arrays, each at its place: q, k, v, dout, out, lse, dlse, and the gradients if they are given."""
         forward = self.forward
-        optional = () if self.dlse is None else (self.dlse,)
-        return (forward.q, forward.k, forward.v, self.dout, self.out, self.lse, *optional)
+        return (forward.q, forward.k, forward.v, self.dout, self.out, self.lse, self.dlse, *self.grads)
 
     @cached_property
     def strides(self) -> dict[str, tuple[int, ...]]:

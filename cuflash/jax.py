@@ -17,8 +17,8 @@ import numpy as np
 
 from .api import compute
 from .arrays import bridge, xla_buffers
-from .backward import attention_backward
-from .checks import check_call
+from .backward import gradients
+from .checks import check_call, check_flag
 from .errors import UnsupportedError
 from .request import Causal
 
@@ -46,10 +46,11 @@ def attention(
     scale: float | None = None,
     layout: str = "bshd",
     return_lse: bool = False,
+    deterministic: bool = False,
 ) -> Any:
     """Exact attention for JAX: `cuflash.attention` under jax.jit, jax.grad, jax.vmap, jax.checkpoint, jax.shard_map.
 
-    The contract is that of `cuflash.attention`, which hands tracers over to this function.
+    The contract is that of `cuflash.attention`, which hands tracers over to this function and lacks `deterministic`.
 
     Parameters
     ----------
@@ -63,6 +64,8 @@ def attention(
     layout : {"bshd", "bhsd"}
     return_lse : bool
         Return the log-sum-exp as well; gradients flow through it.
+    deterministic : bool
+        Whether gradients must repeat bit for bit on a GPU, too; a Python value.
 
     Returns
     -------
@@ -104,7 +107,8 @@ def attention(
     request = check_call(stand_ins, None, causal=causal, scale=scale, layout=layout, return_lse=return_lse)
     out = jax.ShapeDtypeStruct(request.out_shape, q.dtype)
     lse = jax.ShapeDtypeStruct(request.lse_shape, request.lse_dtype)
-    call = _Call(request.causal, request.scale, request.layout, out, lse)
+    fixed = check_flag("deterministic", deterministic)
+    call = _Call(request.causal, request.scale, request.layout, fixed, out, lse)
     axes = _varying_axes(q, k, v)
     return _attention(call, request.return_lse, *(_vary(x, axes) for x in (q, k, v)))
 
@@ -126,6 +130,7 @@ class _Call:
     causal: Causal
     scale: float
     layout: str
+    deterministic: bool
     out: jax.ShapeDtypeStruct
     lse: jax.ShapeDtypeStruct
 
@@ -159,10 +164,8 @@ class _Backward:
             dout, q, k, v, out = (xla_buffers.view(x, 4) for x in inputs[:5])
             lse, *dlse = (xla_buffers.view(x, 3) for x in inputs[5:])
             dq, dk, dv = (xla_buffers.view(x, 4) for x in results)
-            attention_backward(
-                dout, q, k, v, out, lse, dlse=dlse[0] if dlse else None,
-                causal=call.causal, scale=call.scale, layout=call.layout, grads=(dq, dk, dv),
-            )  # fmt: skip
+            options = call.causal, call.scale, call.layout, call.deterministic
+            gradients(dout, q, k, v, out, lse, dlse[0] if dlse else None, options, (dq, dk, dv))
 
 
 def _call_back(callback: _Forward | _Backward, results: tuple[jax.ShapeDtypeStruct, ...], *arrays: Array) -> Any:

@@ -35,6 +35,9 @@ MAX_PLANS = 4096
 MAX_PLACES = 4096
 """Bound of the tables of tensor maps, of all plans together (0.7 KB for each set of addresses); the oldest goes."""
 
+MAX_FOLLOWERS = 16
+"""Layouts of what arrives at a call's output, for each of which a plan remembers a backward plan."""
+
 MAX_PROVEN = 16
 """Placements of interleaved arrays, such as the parts of a packed one, that a plan remembers."""
 
@@ -232,11 +235,13 @@ class CallPlan:
     loaded : LoadedKernel or None
         None if nothing is launched.
     launches : tuple of (grid, packed parameters after those that follow from pointers)
+    backward : dict
+        What `cuflash.torch` has found out for the backward passes of such calls.
     """
 
     __slots__ = (
-        "_block", "_handle", "_proven", "_smem_bytes", "_spans", "alignment", "dead", "device", "launches", "loaded",
-        "lse_shape", "out_shape",
+        "_block", "_handle", "_proven", "_smem_bytes", "_spans", "alignment", "backward", "dead", "device", "launches",
+        "loaded", "lse_shape", "out_shape",
     )  # fmt: skip
 
     def __init__(
@@ -248,6 +253,7 @@ class CallPlan:
         self.dead = request.seqlen_k == 0 and request.rows > 0
         self.loaded = loaded
         self.launches = launches
+        self.backward: dict[Hashable, Any] = {}
         self.alignment = 1
         if loaded is not None:
             self.alignment = loaded.problem.access_bytes
@@ -461,6 +467,11 @@ def remember(key: Hashable, plan: CallPlan) -> None:
 def remember_backward(key: Hashable, plan: BackwardPlan) -> None:
     """Enter a plan of a backward call into the table of these."""
     _keep(BACKWARD_PLANS, key, plan, MAX_PLANS)
+
+
+def remember_with(plan: CallPlan, key: Hashable, value: Any) -> None:
+    """Enter something about the backward passes of a plan's calls into the plan."""
+    _keep(plan.backward, key, value, MAX_FOLLOWERS)
 
 
 def forget_plans() -> None:

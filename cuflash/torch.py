@@ -25,11 +25,12 @@ from torch import is_grad_enabled
 from torch.autograd import forward_ad
 
 from .api import compute
-from .arrays import bridge
-from .arrays.torch_arrays import LABEL, dispatch_modes, is_compiling, transformed
-from .backward import attention_backward
+from .arrays import bridge, torch_arrays
+from .arrays.torch_arrays import LABEL, dispatch_modes, is_compiling, is_tracing, transformed
+from .backward import gradients, launch
 from .checks import check_causal, check_flag, check_layout, check_number, check_shapes
 from .errors import UnsupportedError
+from .jit import remember_with
 from .request import AXES
 
 __all__ = ["attention"]
@@ -195,6 +196,35 @@ class _Attention(torch.autograd.Function):  # type: ignore[misc]
         return _map(_Attention.apply, info, in_dims, *arguments)
 
 
+class _Ordinary(torch.autograd.Function):  # type: ignore[misc]
+    """The same for ordinary calls, which no transformation follows.
+
+    On a GPU the backward pass runs in a thread of torch's, where Python takes twice its time: it uses what the forward
+    call has found out about its arrays.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, causal: Any, scale: Any, layout: Any, deterministic: Any
+    ) -> Any:
+        told: list[Any] = []
+        out, lse = compute(q, k, v, causal, scale, layout, True, told=told)
+        ctx.told, ctx.options = told, (causal, scale, layout, deterministic)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor, dlse: Tensor) -> Any:
+        followed = is_compiling() or transformed() or dispatch_modes() or is_tracing() or forward_ad._current_level >= 0
+        plain = ctx.told and dlse is None and dout is not None and _in_memory(dout) and not dout.is_neg()
+        if followed or is_grad_enabled() or not plain:
+            return _Attention.backward(ctx, dout, dlse)
+        return *_gradients_after(ctx.told, dout, ctx.saved_tensors, ctx.options), None, None, None, None
+
+    jvp = _Attention.jvp
+
+
 class _Gradients(torch.autograd.Function):  # type: ignore[misc]
     """The gradients where they may be differentiated, which is an error of its own."""
 
@@ -224,8 +254,8 @@ FORWARD_MODE = (
     f"torch.func.vjp or grad, or {MATH} there"
 )
 
-_differentiable: Callable[..., Any] = super(torch.autograd.Function, _Attention).apply
-"""The half of ``_Attention.apply`` that is in C++. The half in Python serves the transformations of ``torch.func``, and
+_differentiable: Callable[..., Any] = super(torch.autograd.Function, _Ordinary).apply
+"""The half of ``_Ordinary.apply`` that is in C++. The half in Python serves the transformations of ``torch.func``, and
 inspects signatures in each call, for longer than all the rest takes."""
 
 _in_memory: Callable[[Tensor], bool] = torch._C._has_storage
@@ -243,10 +273,38 @@ def _gradients(
     dout: Tensor, dlse: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
     causal: Any, scale: Any, layout: Any, deterministic: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    return attention_backward(
-        dout, q, k, v, out, lse, dlse=dlse, causal=causal, scale=scale, layout=layout,
-        deterministic=deterministic or torch.are_deterministic_algorithms_enabled(),
-    )  # fmt: skip
+    options = causal, scale, layout, deterministic or torch.are_deterministic_algorithms_enabled()
+    return gradients(dout, q, k, v, out, lse, dlse, options)  # type: ignore[no-any-return]
+
+
+def _gradients_after(told: list[Any], dout: Tensor, saved: tuple[Tensor, ...], options: tuple[Any, ...]) -> Any:
+    """`_gradients`, with what the forward call told: its plan, and the addresses of q, k, v, the output and the LSE.
+
+    Tensors come back with the shapes, dtypes and devices with which they were saved. Where the addresses are the call's
+    as well, as they are unless hooks have moved the tensors, only the strides are left to look at.
+    """
+    forward, places = told
+    q, k, v, out, lse = saved
+    causal, scale, layout, deterministic = options
+    options = causal, scale, layout, deterministic or torch.are_deterministic_algorithms_enabled()
+    now = [q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse.data_ptr()]
+    strides = q.stride(), k.stride(), v.stride(), out.stride(), lse.stride()
+    form, dout_at = torch_arrays.geometry(dout)
+    key = form, (dout_at | now[3]) & 15, now[4] & 3, options[3]
+    plan, known = forward.backward.get(key, NOTHING) if now == places else NOTHING
+    if known == strides and torch_arrays.current_device() == plan.device:
+        now.insert(3, dout_at)
+        now.append(0)
+        return launch(torch_arrays, plan, now, (dout, q, k, v, out, lse, None), options)
+    found: list[Any] = []
+    grads = gradients(dout, q, k, v, out, lse, None, options, told=found)
+    if found and now == places:
+        remember_with(forward, key, (found[0], strides))
+    return grads
+
+
+NOTHING: tuple[Any, Any] = None, None
+"""What a plan knows about the gradients of a new layout."""
 
 
 # --- operators -------------------------------------------------------------------------------------------------

@@ -77,8 +77,11 @@ class Kind(Protocol):
     def operand(self, name: str, x: Any, /) -> Operand:
         """Describe an array, or refuse it with TypeError or UnsupportedError."""
 
-    def empty(self, like: Any, shape: tuple[int, ...], dtype: str | None = None, /) -> tuple[Any, int]:
+    def empty(self, like: Any, shape: tuple[int, ...] | int, dtype: str | None = None, /) -> tuple[Any, int]:
         """A new C-contiguous array on the device of ``like``, and its address; ``dtype`` None: that of ``like``."""
+
+    def empty_like(self, x: Any, /) -> tuple[Any, int]:
+        """A new C-contiguous array of the shape, dtype and device of ``x``, and its address."""
 
     def fill_dead(self, out: Any, lse: Any, /) -> None:
         """Give every row what a row without keys gets, 0 and -inf, in stream order; ``lse`` may be None."""

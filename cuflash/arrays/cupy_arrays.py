@@ -20,6 +20,7 @@ __all__ = [
     "PLAIN_TYPES",
     "current_device",
     "empty",
+    "empty_like",
     "fill_dead",
     "follower",
     "geometry",
@@ -64,9 +65,14 @@ def operand(name: str, x: Any, /) -> Operand:
     )
 
 
-def empty(like: Any, shape: tuple[int, ...], dtype: str | None = None, /) -> tuple[Any, int]:
+def empty(like: Any, shape: tuple[int, ...] | int, dtype: str | None = None, /) -> tuple[Any, int]:
     x = cupy.ndarray(shape, like.dtype if dtype is None else np.dtype(dtype))
     return x, x.data.ptr
+
+
+def empty_like(x: Any, /) -> tuple[Any, int]:
+    made = cupy.ndarray(x.shape, x.dtype)
+    return made, made.data.ptr
 
 
 def fill_dead(out: Any, lse: Any, /) -> None:

@@ -13,14 +13,14 @@ from typing import Any
 import torch
 from torch import is_grad_enabled
 from torch.autograd import forward_ad
-from torch.cuda import current_device
 
 from ..errors import UnsupportedError
 from . import CPU, Operand, dtype_name
 
 __all__ = [
-    "LABEL", "PLAIN_TYPES", "current_device", "dispatch_modes", "empty", "fill_dead", "follower", "geometry",
-    "is_compiling", "numpy", "on_device", "operand", "plain", "stream", "transformed", "untraced", "written",
+    "LABEL", "PLAIN_TYPES", "current_device", "dispatch_modes", "empty", "empty_like", "fill_dead", "follower",
+    "geometry", "is_compiling", "is_tracing", "numpy", "on_device", "operand", "plain", "stream", "transformed",
+    "untraced", "written",
 ]  # fmt: skip
 
 LABEL = "torch tensor"
@@ -34,6 +34,9 @@ def _public_stream(ordinal: int, /) -> int:
 stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", _public_stream)
 """The raw handle, as torch's own kernel launchers read it; the public road builds an object for each call."""
 
+current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
+"""For arrays on a GPU, which have initialized CUDA; the public road looks whether it is."""
+
 
 # Who follows torch's operators, and has to meet operators of cuflash: torch.compile, the transformations of torch.func,
 # dispatch modes (make_fx, torch.export and others). torch.jit.trace cannot.
@@ -44,12 +47,15 @@ dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 
 
 def geometry(x: Any, /) -> tuple[tuple[Any, ...], int]:
-    if (x.requires_grad and is_grad_enabled()) or is_compiling() or dispatch_modes() or is_tracing():
-        raise TypeError("followed by torch, which a plan is not")
-    # `operand` refuses a tensor with a tangent: whether there may be any is part of the key.
-    return (
-        type(x), x.shape, x.stride(), x.dtype, x.device, x.is_neg(), forward_ad._current_level,
-    ), x.data_ptr()  # fmt: skip
+    if (
+        (x.requires_grad and is_grad_enabled())
+        or is_compiling()
+        or dispatch_modes()
+        or is_tracing()
+        or forward_ad._current_level >= 0
+    ):
+        raise TypeError("followed by torch, or perhaps, which a plan is not")
+    return (type(x), x.shape, x.stride(), x.dtype, x.device, x.is_neg()), x.data_ptr()
 
 
 def follower(arrays: tuple[Any, ...], /) -> Callable[..., Any] | None:
@@ -113,9 +119,14 @@ def operand(name: str, x: Any, /) -> Operand:
     )
 
 
-def empty(like: Any, shape: tuple[int, ...], dtype: str | None = None, /) -> tuple[Any, int]:
+def empty(like: Any, shape: tuple[int, ...] | int, dtype: str | None = None, /) -> tuple[Any, int]:
     x = like.new_empty(shape) if dtype is None else like.new_empty(shape, dtype=getattr(torch, dtype))
     return x, x.data_ptr()
+
+
+def empty_like(x: Any, /) -> tuple[Any, int]:
+    made = torch.empty_like(x, memory_format=torch.contiguous_format)
+    return made, made.data_ptr()
 
 
 def fill_dead(out: Any, lse: Any, /) -> None:

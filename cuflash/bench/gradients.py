@@ -57,7 +57,7 @@ def ours_sm80(case: Case, of: Saved, target: str) -> Contestant:
     inputs = (*(array.data.ptr for array in (of.q, of.k, of.v, of.dout, of.out, of.lse)), 0)
 
     def launch(grads: tuple[Any, ...]) -> None:
-        plan.launch(inputs, tuple(grad.data.ptr for grad in grads), workspace.data.ptr, LEGACY_STREAM)
+        plan.launch([*inputs, *(grad.data.ptr for grad in grads)], workspace.data.ptr, LEGACY_STREAM)
 
     grads = tuple(cupy.empty_like(array) for array in of[1:4])
     return Contestant(OURS_SM80, lambda: launch(grads), lambda: written(of, launch))

@@ -249,12 +249,16 @@ def test_gradients_are_those_of_the_plain_call(jax: Any) -> None:
     arrays = [to_device(x) for x in host]
     out, lse = cuflash.attention(*arrays, causal=True, return_lse=True)
     plain = cuflash.attention_backward(to_device(dout), *arrays, out, lse, causal=True, deterministic=True)
-    _, pull = jax.vjp(jax.jit(partial(cuflash.jax.attention, causal=True)), *on_device(jax, host))
-    for ours, theirs in zip(pull(jax.numpy.asarray(dout)), plain, strict=True):
-        theirs = to_host(theirs).astype(np.float32)
-        np.testing.assert_allclose(
-            np.asarray(ours).astype(np.float32), theirs, rtol=2**-7, atol=2**-7 * float(np.abs(theirs).max())
-        )
+    for deterministic in (False, True):
+        function = jax.jit(partial(cuflash.jax.attention, causal=True, deterministic=deterministic))
+        _, pull = jax.vjp(function, *on_device(jax, host))
+        grads = pull(jax.numpy.asarray(dout))
+        for ours, theirs in zip(grads, map(to_host, plain), strict=True):
+            tolerance = 2**-7 * float(np.abs(theirs.astype(np.float32)).max())
+            np.testing.assert_allclose(
+                np.asarray(ours).astype(np.float32), theirs.astype(np.float32), rtol=2**-7, atol=tolerance
+            )
+    same(grads, plain)
 
 
 def test_a_training_step(jax: Any) -> None:

@@ -465,6 +465,7 @@ def test_arrays_are_refused_when_jax_traces(change: Any, error: type[Exception],
         ({"scale": float("inf")}, ValueError, "scale is inf; accepted is any finite number"),
         ({"scale": "1"}, TypeError, "scale is a str"),
         ({"return_lse": 2}, TypeError, "return_lse is 2; accepted are True and False"),
+        ({"deterministic": "yes"}, TypeError, "deterministic is 'yes'; accepted are True and False"),
     ],
 )
 def test_options_are_refused_when_jax_traces(option: dict[str, Any], error: type[Exception], words: str) -> None:
@@ -617,6 +618,27 @@ def test_a_gpu_callback_without_keys(gpu: FakeGpu) -> None:
     inputs = [Buffer(np.ones(shape, DTYPES["bfloat16"]), 0) for shape in shapes]
     callback(types.SimpleNamespace(stream=77), [Buffer(x, 0) for x in results], *inputs)
     assert not gpu.launches and (results[0] == 0).all() and np.isneginf(results[1]).all()
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_gpu_callback_of_gradients(gpu: FakeGpu, deterministic: bool) -> None:
+    """Three launches, straight into the results, in turns where the bits must repeat."""
+    host = draw((13, 17), (4, 2), (64, 64), "bfloat16")
+    out, lse = cuflash.attention(*host, causal=True, return_lse=True)
+    dout, dlse = arriving(host)
+    function = partial(with_lse, causal=True, deterministic=deterministic)
+    traced = jax.make_jaxpr(lambda *a: jax.vjp(function, *a[:3])[1](a[3:]))(
+        *(jnp.asarray(x) for x in (*host, dout, dlse))
+    )
+    *_, callback = (eqn.params["callback"] for eqn in equations(traced.jaxpr) if "callback" in eqn.params)
+    results = [np.full(x.shape, np.nan, x.dtype) for x in host]
+    inputs = [Buffer(x, 0) for x in (dout, *host, out, lse, dlse)]
+    for _ in range(2):
+        callback(types.SimpleNamespace(stream=77), [Buffer(x, 0) for x in results], *inputs)
+    assert [launch.stream for launch in gpu.launches] == [77] * 6 and len(gpu.compiled) == 3
+    assert all(bool(launch.params["turns"]) == deterministic for launch in gpu.launches if "turns" in launch.params)
+    call = Backward(swap(dout), *map(swap, host), swap(out), lse, dlse, "bottom_right", None)
+    assert_gradients(tuple(map(swap, results)), call)
 
 
 def test_an_lse_to_write_on_another_device(gpu: FakeGpu) -> None:

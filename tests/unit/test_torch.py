@@ -219,6 +219,7 @@ def test_what_cannot_follow_is_refused_by_name(backend: FakeGpu | None) -> None:
 
     def dual() -> None:
         with forward_ad.dual_level():
+            check(call(q), q, k, v)  # an equal call but for the tangent
             call(forward_ad.make_dual(q, q))
 
     for function, words in (

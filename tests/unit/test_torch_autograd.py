@@ -7,6 +7,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
 from functools import partial
 from itertools import product
@@ -17,6 +18,7 @@ import numpy as np
 import pytest
 
 import cuflash
+from cuflash import jit
 from tests.gpu.test_readme import check_training
 from tests.readme import example
 from tests.torch_dense import assert_gradient, dense_attention, dense_gradients
@@ -28,6 +30,7 @@ with warnings.catch_warnings():
     torch = pytest.importorskip("torch")
 
 import cuflash.torch
+from cuflash.arrays import torch_arrays
 
 ROOT = Path(__file__).resolve().parents[2]
 CALLS = pytest.mark.parametrize("call", [cuflash.torch.attention, cuflash.attention], ids=["torch", "cuflash"])
@@ -322,14 +325,16 @@ def test_inference_tensors() -> None:
 
 @pytest.fixture
 def recorded(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The value of `deterministic` in each call of `attention_backward`."""
+    """The value of `deterministic` in each backward pass."""
     values: list[Any] = []
+    plain = cuflash.torch.gradients
 
-    def record(*arrays: Tensor, deterministic: Any, **options: Any) -> Any:
+    def record(*arguments: Any) -> Any:
+        *_, (*_, deterministic) = arguments
         values.append(deterministic)
-        return cuflash.attention_backward(*arrays, deterministic=deterministic, **options)
+        return plain(*arguments)
 
-    monkeypatch.setattr(cuflash.torch, "attention_backward", record)
+    monkeypatch.setattr(cuflash.torch, "gradients", record)
     return values
 
 
@@ -534,7 +539,7 @@ def test_selective_checkpointing(call: Any, monkeypatch: pytest.MonkeyPatch) -> 
 
     runs: list[int] = []
     plain = cuflash.torch.compute
-    monkeypatch.setattr(cuflash.torch, "compute", lambda *x: runs.append(0) or plain(*x))
+    monkeypatch.setattr(cuflash.torch, "compute", lambda *x, **told: runs.append(0) or plain(*x, **told))
     inputs = draw()
     expected = gradients(step, inputs)
     for kept, times in ((torch.ops.cuflash.attention.default, 1), (torch.ops.aten.mul.Tensor, 2)):
@@ -661,23 +666,142 @@ def test_what_torch_func_cannot_have() -> None:
 
 
 @CALLS
-def test_one_launch_with_the_lse(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, call: Any) -> None:
+def test_one_launch_with_the_lse(gpu: FakeGpu, call: Any) -> None:
     """The call of a GPU tensor is the plain one with an LSE, and its gradient the plain `attention_backward`."""
-    given: dict[str, Any] = {}
-
-    def backward(*arrays: Tensor, **options: Any) -> Any:
-        given.update(zip(("dout", "q", "k", "v", "out", "lse"), arrays, strict=True), **options)
-        return tuple(torch.full_like(x, i) for i, x in enumerate(arrays[1:4]))
-
-    monkeypatch.setattr(cuflash.torch, "attention_backward", backward)
     inputs = [torch.nn.Parameter(torch.randn(1, 16, 2, 8).half()) for _ in range(3)]
+    options = {"causal": "top_left", "scale": 0.5}
     for times in (1, 2):
-        out = call(*inputs, causal="top_left", scale=0.5)
+        out = call(*inputs, **options)
         assert len(gpu.launches) == times and len(gpu.compiled) == 1 and gpu.launches[-1].params["lse"]
-    grads = gradients(call, inputs, causal="top_left", scale=0.5)
-    assert all((grad == i).all() for i, grad in enumerate(grads))
-    plain, lse = cuflash.attention(*(x.detach() for x in inputs), causal="top_left", scale=0.5, return_lse=True)
-    assert same((out, out, lse), (plain, given["out"], given["lse"]))
-    assert all(given[name] is x for name, x in zip("qkv", inputs, strict=True))
-    options = {"causal": "top_left", "scale": 0.5, "layout": "bshd", "deterministic": False, "dlse": None}
-    assert {name: given[name] for name in options} == options
+    grads = torch.autograd.grad(out, inputs, like(out))
+    first, main, last = gpu.launches[2:]
+    plain = [x.detach() for x in inputs]
+    expected, lse = cuflash.attention(*plain, **options, return_lse=True)
+    assert same((out, *grads), (expected, *cuflash.attention_backward(like(out), *plain, expected, lse, **options)))
+    assert [main.params[name] for name in ("q", "k", "v")] == [x.data_ptr() for x in inputs]
+    assert first.params["out"] == out.data_ptr() and first.params["dlse"] == 0
+    assert [last.params["dq"], main.params["dk"], main.params["dv"]] == [grad.data_ptr() for grad in grads]
+
+
+def pass_of(inputs: list[Tensor], dout: Tensor | None = None, **options: Any) -> tuple[Tensor, ...]:
+    out = cuflash.torch.attention(*inputs, **options)
+    return torch.autograd.grad(out, inputs, like(out) if dout is None else dout)  # type: ignore[no-any-return]
+
+
+def test_an_equal_backward_pass_looks_at_nothing_again(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its plan is found with the forward pass's: no table of backward plans, and of six tensors one is looked at."""
+    inputs = draw("float16")
+    cases: list[dict[str, Any]] = [{}, {"causal": True}, {"scale": 0.5, "deterministic": True}]
+    first = [pass_of(inputs, **case) for case in cases]
+    looked: list[Tensor] = []
+    plain = torch_arrays.geometry
+    monkeypatch.setattr(torch_arrays, "geometry", lambda x: looked.append(x) or plain(x))
+    for name in ("gradients", "remember_with"):
+        monkeypatch.setattr(cuflash.torch, name, None)
+    for case, expected in zip(cases, first, strict=True):
+        looked.clear()
+        assert same(expected, pass_of(inputs, **case))
+        assert len(looked) == 4 and all(x is y for x, y in zip(looked, inputs, strict=False))
+    assert len(gpu.launches) == 8 * len(cases)
+
+
+def test_every_difference_to_the_pass_before_is_seen(gpu: FakeGpu) -> None:
+    """What arrives, options, torch's switch: each has a plan of its own, and finds it again."""
+    inputs = [torch.randn(2, 16, 2, 8).half().requires_grad_() for _ in range(3)]
+    dout = like(inputs[0])
+    padded = torch.empty(*dout.shape[:-1], 16).half()[..., :8].copy_(dout)
+    shifted = torch.empty(dout.numel() + 1).half()[1:].view(dout.shape).copy_(dout)
+    launched: dict[Any, Any] = {}
+    for _ in range(2):
+        for place, arriving in enumerate((dout, padded, shifted, dout[:1].expand_as(dout))):
+            for deterministic in (False, True):
+                torch.use_deterministic_algorithms(deterministic)
+                try:
+                    grads = pass_of(inputs, arriving)
+                finally:
+                    torch.use_deterministic_algorithms(False)
+                params, problem = gpu.launches[-2].params, gpu.launches[-2].loaded.problem
+                assert bool(params["turns"]) == deterministic and params["dout"] == arriving.data_ptr()
+                kind = problem.access_bytes, params["dout_batch_stride"], params["dout_seq_stride"]
+                assert launched.setdefault((place, deterministic), kind) == kind
+                for grad, reference in zip(grads, dense_gradients(inputs, (arriving, None)), strict=True):
+                    assert_gradient(grad, reference)
+    assert len(set(launched.values())) == 4 and len(jit.BACKWARD_PLANS) == 8
+
+
+def moving(pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> Any:
+    return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+
+
+def test_tensors_that_hooks_have_moved(gpu: FakeGpu) -> None:
+    """To other memory, or in the same memory to another order: the plan of the call before is not for them."""
+    inputs = [torch.randn(2, 16, 2, 8).half().requires_grad_() for _ in range(3)]
+    expected = pass_of(inputs)
+
+    def shifted(x: Tensor) -> Tensor:
+        """Of an input, a copy that vectors of two elements cannot load."""
+        if x.data_ptr() not in [leaf.data_ptr() for leaf in inputs]:
+            return x
+        return torch.empty(x.numel() + 1, dtype=x.dtype)[1:].view(x.shape).copy_(x.detach())
+
+    with moving(lambda x: x, shifted):
+        assert same(expected, pass_of(inputs))
+    assert [launch.loaded.problem.access_bytes for launch in gpu.launches[-3:]] == [2, 2, 2]
+
+    def turned(x: Tensor) -> Tensor:
+        """The tensor in another order of its axes, written over the one that was saved."""
+        order = list(range(x.dim()))[::-1]
+        with torch.no_grad():
+            copy = x.detach().clone()
+            other = x.detach().as_strided(x.shape, [copy.permute(order).contiguous().stride()[i] for i in order])
+            return other.copy_(copy)
+
+    with moving(lambda x: x, turned):
+        assert same(expected, pass_of([x.detach().clone().requires_grad_() for x in inputs]))
+    assert same(expected, pass_of(inputs))
+
+
+def test_a_backward_pass_where_forward_mode_may_be(gpu: FakeGpu) -> None:
+    inputs = draw("float16")
+    expected = pass_of(inputs)
+    out = cuflash.attention(*inputs)
+    with torch.autograd.forward_ad.dual_level():
+        assert same(expected, torch.autograd.grad(out, inputs, like(out)))
+
+
+def test_another_device_and_stream(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gradient is launched on what is current when it is computed, on the device of the tensors."""
+    inputs = draw("float16")
+    expected = pass_of(inputs)
+    out = cuflash.attention(*inputs)
+    gpu.device, gpu.streams[0] = 1, 77
+    try:
+        assert same(expected, torch.autograd.grad(out, inputs, like(out)))
+    finally:
+        gpu.device = 0
+    assert gpu.switches == 1 and [launch.stream for launch in gpu.launches[-3:]] == [77, 77, 77]
+
+
+def test_threads_share_plans(gpu: FakeGpu) -> None:
+    """First passes and hits of several layouts in all threads at once; every thread has its own gradients."""
+    draws = [draw("float16", lengths=(7, keys)) for keys in (9, 10, 11)]
+    expected = [gradients(cuflash.attention, inputs) for inputs in draws]
+    jit.forget_plans()
+    meet = threading.Barrier(8)
+
+    def work(seed: int) -> None:
+        meet.wait(10)
+        for i in range(12):
+            place = (seed + i) % len(draws)
+            factor = 2.0 ** ((seed + i) % 3)
+            leaves = [x.detach().clone().requires_grad_() for x in draws[place]]
+            out = cuflash.torch.attention(*leaves)
+            grads = torch.autograd.grad(out, leaves, factor * like(out))
+            assert all(
+                torch.allclose(x, factor * y, rtol=0.01, atol=0.01) for x, y in zip(grads, expected[place], strict=True)
+            )
+
+    with ThreadPoolExecutor(8) as pool:
+        for future in [pool.submit(work, seed) for seed in range(8)]:
+            future.result()
+    assert len(jit.BACKWARD_PLANS) == 3
