@@ -8,9 +8,9 @@ from itertools import product
 from typing import NamedTuple
 
 from .arch import backward
-from .backward_config import BackwardConfig
-from .backward_params import BACKWARD_DQ, BACKWARD_ROWS, BACKWARD_SM80
-from .kernels import L2_SECTION_BYTES, SHIPPED_HEAD_DIMS, KernelFamily
+from .backward_config import MainConfig
+from .backward_params import BACKWARD_DQ, BACKWARD_ROWS, BACKWARD_SM80, BACKWARD_SM90
+from .kernels import L2_SECTION_BYTES, SHIPPED_HEAD_DIMS, TMA_TARGETS, KernelFamily
 from .problem import DTYPES, AttentionProblem
 
 FAMILIES = {
@@ -21,6 +21,9 @@ FAMILIES = {
         ),
         KernelFamily(
             "backward_sm80", "backward_sm80.cu.j2", "cuflash_bwd_sm80", BACKWARD_SM80, backward.backward_config
+        ),
+        KernelFamily(
+            "backward_sm90", "backward_sm90.cu.j2", "cuflash_bwd_sm90", BACKWARD_SM90, backward.backward_sm90_config
         ),
         KernelFamily("backward_dq", "backward_dq.cu.j2", "cuflash_bwd_dq", BACKWARD_DQ, backward.backward_dq_config),
     )
@@ -46,7 +49,7 @@ class BackwardGrid(NamedTuple):
 
 
 def backward_grid(
-    problem: AttentionProblem, config: BackwardConfig, sizes: tuple[int, int, int, int], deterministic: bool
+    problem: AttentionProblem, config: MainConfig, sizes: tuple[int, int, int, int], deterministic: bool
 ) -> BackwardGrid:
     """Thread blocks of a backward call, in the order in which they start.
 
@@ -57,7 +60,7 @@ def backward_grid(
     Parameters
     ----------
     problem : AttentionProblem
-    config : BackwardConfig
+    config : BackwardConfig or BackwardSm90Config
     sizes : (batch * query heads, query heads for each key/value head, query length, key length)
     deterministic : bool
     """

@@ -53,9 +53,8 @@ TMA_TARGETS = {"sm_90": "sm_90a"}
 
 def family_of(arch: str, task: Task = "forward") -> KernelFamily:
     """The family of the kernels for a compile target and a task."""
-    if task == "forward":
-        return FAMILIES["forward_sm90" if arch in TMA_TARGETS.values() else "forward_sm80"]
-    return family_named("backward_sm80" if task == "backward" else task)
+    generation = "sm90" if arch in TMA_TARGETS.values() else "sm80"
+    return family_named(f"{task}_{generation}" if task in ("forward", "backward") else task)
 
 
 def family_named(name: str) -> KernelFamily:
