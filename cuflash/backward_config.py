@@ -159,7 +159,7 @@ class BackwardSm90Config(KernelConfig):
         return PITCH_STEP if self.block_m == WARPGROUP_ROWS else round_up(problem.head_dim, 16)
 
     def smem_sizes(self, problem: AttentionProblem) -> Sequence[tuple[str, int]]:
-        """K and V (later dK and dV), Q and dO of every stage, dS, each consumer's part of dQ, row constants, mbarriers."""
+        """K and V (later dK and dV), every stage's Q and dO, dS, each consumer's dQ, row constants, mbarriers."""
         pitch_k, pitch_v = pitches(problem)
         # K, V and the loader's own have one, each stage of Q and dO and each buffer of dS a pair.
         barriers = 3 + 2 * (self.q_stages + self.dout_stages + self.ds_buffers)

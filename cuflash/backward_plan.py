@@ -11,18 +11,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from . import driver, jit
-from .arch import Arch
-from .backward_config import BackwardConfig
-from .backward_kernels import BackwardGrid, backward_grid
-from .backward_params import BACKWARD_DQ, BACKWARD_ROWS, BACKWARD_SM80
+from .backward_config import BackwardConfig, MainConfig
+from .backward_kernels import BackwardGrid, backward_grid, problems_for
+from .backward_params import BACKWARD_DQ, BACKWARD_ROWS, BACKWARD_SM80, BACKWARD_SM90
 from .backward_request import BackwardRequest
 from .errors import UnsupportedError
 from .params import fast_div
-from .problem import Task
 from .request import LOG2_E
 
 if TYPE_CHECKING:
-    from .jit import LoadedKernel
+    from .jit import LoadedKernel, TensorGeometry
 
 ROW_TILE = 32
 """Rows of a thread block of the first kernel; query tiles are multiples."""
@@ -30,7 +28,8 @@ WORKSPACE_ALIGN = 16
 MAX_BLOCKS = 2**31 - 1
 
 _pack_rows = BACKWARD_ROWS.launch_block.pack_into
-_pack_main = BACKWARD_SM80.launch_block.pack_into
+_pack_sm80 = BACKWARD_SM80.launch_block.pack_into
+_pack_sm90 = BACKWARD_SM90.launch_block.pack_into
 _pack_dq = BACKWARD_DQ.launch_block.pack_into
 
 
@@ -82,15 +81,24 @@ class BackwardPlan:
         None if nothing is launched: there are no queries or no keys, and the caller fills zeros in.
     launches : tuple of Launch
         Of the three kernels, in order; none if nothing is launched.
+    geometry : tuple of TensorGeometry
+        Of q, k, v, dout, dk and dv, for a main kernel that takes tensor maps; otherwise empty.
     """
 
-    __slots__ = ("alignment", "device", "launches", "workspace")
+    __slots__ = ("alignment", "device", "geometry", "launches", "workspace")
 
-    def __init__(self, device: int, launches: tuple[Launch, ...] = (), workspace: Workspace | None = None) -> None:
+    def __init__(
+        self,
+        device: int,
+        launches: tuple[Launch, ...] = (),
+        workspace: Workspace | None = None,
+        geometry: tuple[TensorGeometry, ...] = (),
+    ) -> None:
         self.device = device
         self.launches = launches
         self.workspace = workspace
-        self.alignment = launches[0].loaded.problem.access_bytes if launches else 1
+        self.geometry = geometry
+        self.alignment = max((launch.loaded.problem.access_bytes for launch in launches), default=1)
 
     def launch(self, inputs: tuple[int, ...], grads: tuple[int, ...], workspace: int, stream: int) -> None:
         """Launch on a stream of the plan's device, whose context must be current.
@@ -115,7 +123,11 @@ class BackwardPlan:
         first, main, last = self.launches
         _pack_rows(buffer.block, 0, dout, out, lse, dlse, rows, sums, turns, first.tail)
         first.start(stream, buffer.address)
-        _pack_main(buffer.block, 0, dout, q, k, v, dk, dv, rows, sums, turns, main.tail)
+        if self.geometry:
+            maps = jit.tensor_maps(self, self.geometry, q, k, v, dout, dk, dv)
+            _pack_sm90(buffer.block, 0, maps, rows, sums, turns, main.tail)
+        else:
+            _pack_sm80(buffer.block, 0, dout, q, k, v, dk, dv, rows, sums, turns, main.tail)
         main.start(stream, buffer.address)
         _pack_dq(buffer.block, 0, rows, sums, dq, last.tail)
         last.start(stream, buffer.address)
@@ -132,19 +144,15 @@ def make_plan(request: BackwardRequest) -> BackwardPlan:
     forward = request.forward
     if forward.rows == 0 or forward.seqlen_k == 0:
         return BackwardPlan(request.device)
-    arch = jit.device_arch(request.device)
-    first, main, last = (_kernel(request, arch, task) for task in ("backward_rows", "backward", "backward_dq"))
+    problems = problems_for(request, jit.device_arch(request.device).name)
+    first, main, last = (jit.kernel_for(problem, request.device) for problem in problems)
     return plan_with(request, first, main, last)
-
-
-def _kernel(request: BackwardRequest, arch: Arch, task: Task) -> LoadedKernel:
-    return jit.kernel_for(request.problem(arch.name, task), request.device)
 
 
 def plan_with(request: BackwardRequest, first: LoadedKernel, main: LoadedKernel, last: LoadedKernel) -> BackwardPlan:
     """Plan a GPU call that launches three kernels, which must be those for its problems."""
     forward, config = request.forward, main.config
-    assert isinstance(config, BackwardConfig)
+    assert isinstance(config, MainConfig)
     grid = backward_grid(main.problem, config, jit.sizes_of(forward), request.deterministic)
     row_tiles = grid.m_tiles * config.block_m // ROW_TILE
     blocks_first = forward.batch * forward.heads * row_tiles
@@ -161,11 +169,11 @@ def plan_with(request: BackwardRequest, first: LoadedKernel, main: LoadedKernel,
     }
     launches = (
         Launch(first, blocks_first, BACKWARD_ROWS.pack_tail(common | _strides(request, "dout", "out", "lse", "dlse"))),
-        Launch(main, grid.blocks, BACKWARD_SM80.pack_tail(_main_values(request, grid))),
+        Launch(main, grid.blocks, _main_tail(request, config, grid)),
         _last_launch(request, last, blocks_first * (ROW_TILE // 16), common),
     )
-    padded_rows = blocks_first * ROW_TILE
-    return BackwardPlan(request.device, launches, Workspace.of(padded_rows, forward.head_dim, request.deterministic))
+    workspace = Workspace.of(blocks_first * ROW_TILE, forward.head_dim, request.deterministic)
+    return BackwardPlan(request.device, launches, workspace, _geometry(request, config))
 
 
 def _last_launch(request: BackwardRequest, last: LoadedKernel, row_blocks: int, common: dict[str, Any]) -> Launch:
@@ -173,9 +181,29 @@ def _last_launch(request: BackwardRequest, last: LoadedKernel, row_blocks: int, 
     return Launch(last, -(-row_blocks // (last.config.threads // 32)), BACKWARD_DQ.pack_tail(values))
 
 
+def _main_tail(request: BackwardRequest, config: MainConfig, grid: BackwardGrid) -> bytes:
+    values = _main_values(request, grid)
+    if isinstance(config, BackwardConfig):
+        return BACKWARD_SM80.pack_tail(values | _strides(request, "dout", "q", "k", "v", "dk", "dv"))
+    return BACKWARD_SM90.pack_tail(values)
+
+
+def _geometry(request: BackwardRequest, config: MainConfig) -> tuple[TensorGeometry, ...]:
+    """What the tensor maps of a main kernel describe, in the order of its parameters."""
+    if isinstance(config, BackwardConfig):
+        return ()
+    keys, stored = config.block_n, config.block_n // config.consumers
+    box_rows = {"q": config.block_m, "k": keys, "v": keys, "dout": config.block_m, "dk": stored, "dv": stored}
+    dtype = request.forward.q.dtype
+    return tuple(
+        jit.tensor_geometry(dtype, request.extents(name), request.strides[name], rows)
+        for name, rows in box_rows.items()
+    )
+
+
 def _main_values(request: BackwardRequest, grid: BackwardGrid) -> dict[str, Any]:
     forward = request.forward
-    return _strides(request, "dout", "q", "k", "v", "dk", "dv") | {
+    return {
         "heads": fast_div(forward.heads_k),
         "section_tiles": fast_div(grid.section * grid.n_tiles),
         "section": fast_div(grid.section),

@@ -105,9 +105,20 @@ def _hopper_refusal(request: Request, arch: str) -> str | None:
 def device_targets(arch: str, access_bytes: int = WIDEST_ACCESS, task: Task = "forward") -> tuple[str, ...]:
     """The targets of all kernels that calls may take on a device that ``arch`` names; ordinary calls take the last."""
     own = TMA_TARGETS.get(arch)
-    if own is None or task != "forward" or access_bytes < WIDEST_ACCESS or _family_in_use == "forward_sm80":
+    ampere = "forward_sm80" if task == "forward" else "backward_sm80"
+    if own is None or access_bytes < WIDEST_ACCESS or _family_in_use == ampere:
         return (arch,)
     return arch, own
+
+
+def problem_targets(problem: AttentionProblem) -> tuple[str, ...]:
+    """Those of `device_targets` that have a kernel for a problem of the device's own target."""
+    targets = device_targets(problem.arch, problem.access_bytes, problem.task)
+    if problem.task == "forward":
+        return targets
+    from .backward_kernels import has_kernels
+
+    return tuple(target for target in targets if has_kernels(replace(problem, arch=target)))
 
 
 _family_in_use: str | None = None
@@ -122,13 +133,14 @@ def family_in_use() -> str | None:
 def use_family(name: str) -> Iterator[None]:
     """Inside, all calls of the process take kernels of one family: for tests and benchmarks.
 
-    Calls that it cannot serve are refused. Plans made before or inside are forgotten at both ends; a plan that another
-    thread is making at that moment is not, so let no other thread make first calls meanwhile.
+    Only those of the pass that it serves. Calls that it cannot serve are refused. Plans made before or inside are
+    forgotten at both ends; a plan that another thread is making at that moment is not, so let no other thread make
+    first calls meanwhile.
     """
     global _family_in_use
     from . import jit
 
-    previous, _family_in_use = _family_in_use, FAMILIES[name].name
+    previous, _family_in_use = _family_in_use, family_named(name).name
     jit.forget_plans()
     try:
         yield
@@ -259,10 +271,9 @@ def shipped_problems(arch: str) -> Iterator[AttentionProblem]:
         yield from variants_by_length(replace(base, scale_first=True))
         for access_bytes in () if arch in TMA_TARGETS.values() else (8, 4, 2):
             yield replace(base, access_bytes=access_bytes)
-    if arch not in TMA_TARGETS.values():
-        from .backward_kernels import shipped_problems as shipped_backward_problems
+    from .backward_kernels import shipped_problems as shipped_backward_problems
 
-        yield from shipped_backward_problems(arch)
+    yield from shipped_backward_problems(arch)
 
 
 def variants_by_length(problem: AttentionProblem) -> Iterator[AttentionProblem]:

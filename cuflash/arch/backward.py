@@ -99,8 +99,8 @@ HOPPER = (
 
 
 def has_hopper_row(problem: AttentionProblem) -> bool:
-    """Whether a problem for such a target is served there."""
-    return any(row.serves(problem) for row in HOPPER)
+    """Whether the Hopper table serves a problem's head dims."""
+    return any(max(problem.head_dim, problem.head_dim_v) <= row.head_dim for row in HOPPER)
 
 
 def backward_sm90_config(problem: AttentionProblem) -> BackwardSm90Config:
