@@ -8,6 +8,7 @@ from typing import ClassVar
 
 from .config import ELEMENT_BYTES, PITCH_STEP, KernelConfig, pitches, round_up
 from .problem import AttentionProblem
+from .sm90_config import WARPGROUP, WARPGROUP_ROWS
 
 ROW_CONSTANT_BYTES = 8
 """LSE and delta of a query row."""
@@ -94,6 +95,89 @@ class BackwardConfig(KernelConfig):
             *((f"{name}{i}", scores) for i in range(2 if self.runs_ahead else 1) for name in ("p", "ds")),
             *((f"rows{i}", self.block_m * ROW_CONSTANT_BYTES) for i in range(3 if self.runs_ahead else 2)),
         ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BackwardSm90Config(KernelConfig):
+    """The main kernel of the Hopper backward pass: TMA, ``wgmma``, a thread block for each tile of 128 keys.
+
+    Parameters
+    ----------
+    block_m : {64, 128}
+        Query rows of a tile. Of the 64 the two consumer warpgroups share the columns of dQ, of the 128 the rows; these
+        need a head dim of Q up to 64, for their registers.
+    q_stages, dout_stages : int
+        Buffers of Q and dO, at least 2: one is read while another is filled.
+    in_turns : bool
+        The consumers take turns on the tensor cores: exponentials of one hide behind the products of the other.
+    """
+
+    family: ClassVar[str] = "backward_sm90"
+    block_n: ClassVar[int] = 128
+    """Keys of a tile: 64 for each consumer."""
+    consumers: ClassVar[int] = 2
+    ds_buffers: ClassVar[int] = 2
+    producer_registers: ClassVar[int] = 24
+    consumer_registers: ClassVar[int] = 240
+    """Of each thread after ``setmaxnreg``; together all that a block has."""
+
+    block_m: int
+    q_stages: int
+    dout_stages: int
+    in_turns: bool
+
+    def __post_init__(self) -> None:
+        if self.block_m not in (64, 128):
+            raise ValueError(f"block_m is {self.block_m}; accepted are 64 and 128")
+        for name, stages in (("q_stages", self.q_stages), ("dout_stages", self.dout_stages)):
+            if stages < 2:
+                raise ValueError(
+                    f"{name} is {stages}; accepted are 2 and more: one buffer is read while another is filled"
+                )
+
+    @property
+    def threads(self) -> int:
+        return WARPGROUP * (self.consumers + 1)
+
+    @property
+    def ctas(self) -> int:
+        return 1
+
+    @property
+    def label(self) -> str:
+        return f"m{self.block_m}n{self.block_n}s{self.q_stages}{self.dout_stages}{'p' * self.in_turns}"
+
+    @property
+    def summary(self) -> str:
+        together = " in turns" if self.in_turns else ""
+        return (
+            f"{self.block_m} queries x {self.block_n} keys, {self.consumers} consumer warpgroups{together}, "
+            f"{self.q_stages} Q and {self.dout_stages} dO buffers"
+        )
+
+    def dq_columns(self, problem: AttentionProblem) -> int:
+        """Columns of dQ that a consumer computes in 64 of its rows."""
+        return PITCH_STEP if self.block_m == WARPGROUP_ROWS else round_up(problem.head_dim, 16)
+
+    def smem_sizes(self, problem: AttentionProblem) -> Sequence[tuple[str, int]]:
+        """K and V (later dK and dV), every stage's Q and dO, dS, each consumer's dQ, row constants, mbarriers."""
+        pitch_k, pitch_v = pitches(problem)
+        # K, V and the loader's own have one, each stage of Q and dO and each buffer of dS a pair.
+        barriers = 3 + 2 * (self.q_stages + self.dout_stages + self.ds_buffers)
+        return [
+            ("k_and_dk", self.block_n * pitch_k),
+            ("v_and_dv", self.block_n * pitch_v),
+            *((f"q{i}", self.block_m * pitch_k) for i in range(self.q_stages)),
+            *((f"dout{i}", self.block_m * pitch_v) for i in range(self.dout_stages)),
+            *((f"ds{i}", self.block_m * self.block_n * ELEMENT_BYTES) for i in range(self.ds_buffers)),
+            *((f"dq{i}", WARPGROUP_ROWS * self.dq_columns(problem) * 4) for i in range(self.consumers)),
+            *((f"rows{i}", self.block_m * ROW_CONSTANT_BYTES) for i in range(self.q_stages)),
+            ("barriers", 8 * barriers),
+        ]
+
+
+MainConfig = BackwardConfig | BackwardSm90Config
+"""Of the main kernel, in either family."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

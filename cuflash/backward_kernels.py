@@ -7,12 +7,15 @@ from dataclasses import replace
 from itertools import product
 from typing import NamedTuple
 
+from . import kernels
 from .arch import backward
-from .backward_config import BackwardConfig
-from .backward_params import BACKWARD_DQ, BACKWARD_ROWS, BACKWARD_SM80
+from .backward_config import MainConfig
+from .backward_params import BACKWARD_DQ, BACKWARD_ROWS, BACKWARD_SM80, BACKWARD_SM90
 from .backward_request import BackwardRequest
-from .kernels import L2_SECTION_BYTES, SHIPPED_HEAD_DIMS, KernelFamily
+from .errors import UnsupportedError
+from .kernels import L2_SECTION_BYTES, SHIPPED_HEAD_DIMS, TMA_TARGETS, KernelFamily
 from .problem import DTYPES, AttentionProblem, Task
+from .request import WIDEST_ACCESS
 
 FAMILIES = {
     family.name: family
@@ -22,6 +25,9 @@ FAMILIES = {
         ),
         KernelFamily(
             "backward_sm80", "backward_sm80.cu.j2", "cuflash_bwd_sm80", BACKWARD_SM80, backward.backward_config
+        ),
+        KernelFamily(
+            "backward_sm90", "backward_sm90.cu.j2", "cuflash_bwd_sm90", BACKWARD_SM90, backward.backward_sm90_config
         ),
         KernelFamily("backward_dq", "backward_dq.cu.j2", "cuflash_bwd_dq", BACKWARD_DQ, backward.backward_dq_config),
     )
@@ -33,8 +39,42 @@ TASKS: tuple[Task, ...] = ("backward_rows", "backward", "backward_dq")
 
 
 def problems_for(request: BackwardRequest, arch: str) -> tuple[AttentionProblem, ...]:
-    """The kernels that serve a call, in order, on a device that ``arch`` names."""
-    return tuple(request.problem(arch, task) for task in TASKS)
+    """The kernels that serve a call on a device, all for one target: the main kernel's, which the others fit.
+
+    Parameters
+    ----------
+    request : BackwardRequest
+    arch : str
+        The target that names the device.
+
+    Raises
+    ------
+    UnsupportedError
+        `cuflash.kernels.use_family` asks for the Hopper family, which cannot take the call.
+    """
+    asked, refusal = kernels.family_in_use(), _hopper_refusal(request, arch)
+    if asked == "backward_sm90" and refusal:
+        raise UnsupportedError(f"backward_sm90 is asked for, and {refusal}")
+    if asked == "backward_sm80" or refusal:
+        return tuple(request.problem(arch, task) for task in TASKS)
+    rows, main, dq = (request.problem(TMA_TARGETS[arch], task) for task in TASKS)
+    return rows, replace(main, access_bytes=WIDEST_ACCESS), dq
+
+
+def has_kernels(problem: AttentionProblem) -> bool:
+    """Whether calls with a problem's head dims take kernels for its target."""
+    return problem.arch not in TMA_TARGETS.values() or backward.has_hopper_row(problem)
+
+
+def _hopper_refusal(request: BackwardRequest, arch: str) -> str | None:
+    if arch not in TMA_TARGETS:
+        return f"it has no kernels for {arch}"
+    if request.tma_refusal:
+        return f"TMA cannot take {request.tma_refusal}"
+    if not has_kernels(request.problem(TMA_TARGETS[arch], "backward")):
+        dims = request.forward.head_dim, request.forward.head_dim_v
+        return f"it has no kernels for head dims {dims[0]} and {dims[1]}"
+    return None
 
 
 class BackwardGrid(NamedTuple):
@@ -56,7 +96,7 @@ class BackwardGrid(NamedTuple):
 
 
 def backward_grid(
-    problem: AttentionProblem, config: BackwardConfig, sizes: tuple[int, int, int, int], deterministic: bool
+    problem: AttentionProblem, config: MainConfig, sizes: tuple[int, int, int, int], deterministic: bool
 ) -> BackwardGrid:
     """Thread blocks of a backward call, in the order in which they start.
 
@@ -67,7 +107,7 @@ def backward_grid(
     Parameters
     ----------
     problem : AttentionProblem
-    config : BackwardConfig
+    config : BackwardConfig or BackwardSm90Config
     sizes : (batch * query heads, query heads for each key/value head, query length, key length)
     deterministic : bool
     """
@@ -91,10 +131,13 @@ def problems_beside(forward: AttentionProblem, target: str) -> tuple[AttentionPr
 def shipped_problems(arch: str) -> Iterator[AttentionProblem]:
     """What ``cuflash compile --all`` builds for a target: its main kernel under each mask, and the two beside it."""
     forms = [(dims, dtype, 16) for dims, dtype in product(SHIPPED_HEAD_DIMS, DTYPES)]
-    forms += [((d, d), "bfloat16", access_bytes) for d, access_bytes in product((64, 128, 256), (8, 4, 2))]
+    if arch not in TMA_TARGETS.values():
+        forms += [((d, d), "bfloat16", access_bytes) for d, access_bytes in product((64, 128, 256), (8, 4, 2))]
     last = set()
     for (d, dv), dtype, access_bytes in forms:
         base = AttentionProblem(d, dv, dtype, "full", access_bytes, False, arch, "backward")
+        if not has_kernels(base):
+            continue
         yield base
         yield replace(base, mask="causal")
         yield replace(base, task="backward_rows")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .params import F32, FAST_DIV, I32, I64, POINTER, Field, ParameterBlock, stride_fields
+from .params import F32, FAST_DIV, I32, I64, POINTER, TENSOR_MAP, Field, ParameterBlock, stride_fields
 
 _ROW_AXES = ("batch", "head", "seq")
 
@@ -26,6 +26,24 @@ BACKWARD_ROWS = ParameterBlock(
     per_launch=7,
 )
 
+_MAIN = (
+    Field("heads", FAST_DIV, "key/value heads"),
+    Field("section_tiles", FAST_DIV, "key tiles of a section's heads"),
+    Field("section", FAST_DIV, "key/value heads that share the L2"),
+    Field("last_section", FAST_DIV, "key/value heads of the last section"),
+    Field("batch_heads", I32, "batch * key/value heads"),
+    Field("heads_q", I32, "query heads"),
+    Field("group", I32, "query heads per key/value head"),
+    Field("seqlen_q", I32, ""),
+    Field("seqlen_k", I32, ""),
+    Field("causal_offset", I32, "query i sees keys j <= i + causal_offset"),
+    Field("m_tiles", I32, "query tiles of a head"),
+    Field("n_tiles", I32, "key tiles of a head"),
+    Field("scale", F32, ""),
+    Field("scale_log2", F32, "scale * log2(e)"),
+)
+"""What the main kernels of both families have behind what follows from addresses."""
+
 BACKWARD_SM80 = ParameterBlock(
     (
         Field("dout", POINTER, ""),
@@ -38,20 +56,18 @@ BACKWARD_SM80 = ParameterBlock(
         Field("dq_sums", POINTER, ""),
         Field("turns", POINTER, "null: dQ is summed in any order"),
         *(field for tensor in ("dout", "q", "k", "v", "dk", "dv") for field in stride_fields(tensor)),
-        Field("heads", FAST_DIV, "key/value heads"),
-        Field("section_tiles", FAST_DIV, "key tiles of a section's heads"),
-        Field("section", FAST_DIV, "key/value heads that share the L2"),
-        Field("last_section", FAST_DIV, "key/value heads of the last section"),
-        Field("batch_heads", I32, "batch * key/value heads"),
-        Field("heads_q", I32, "query heads"),
-        Field("group", I32, "query heads per key/value head"),
-        Field("seqlen_q", I32, ""),
-        Field("seqlen_k", I32, ""),
-        Field("causal_offset", I32, "query i sees keys j <= i + causal_offset"),
-        Field("m_tiles", I32, "query tiles of a head"),
-        Field("n_tiles", I32, "key tiles of a head"),
-        Field("scale", F32, ""),
-        Field("scale_log2", F32, "scale * log2(e)"),
+        *_MAIN,
+    ),
+    per_launch=9,
+)
+
+BACKWARD_SM90 = ParameterBlock(
+    (
+        *(Field(f"{tensor}_map", TENSOR_MAP, "") for tensor in ("q", "k", "v", "dout", "dk", "dv")),
+        Field("rows", POINTER, "row constants"),
+        Field("dq_sums", POINTER, ""),
+        Field("turns", POINTER, "null: dQ is summed in any order"),
+        *_MAIN,
     ),
     per_launch=9,
 )

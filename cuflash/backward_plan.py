@@ -11,16 +11,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from . import driver, jit
-from .backward_config import BackwardConfig
+from .backward_config import BackwardConfig, MainConfig
 from .backward_kernels import BackwardGrid, backward_grid, problems_for
-from .backward_params import BACKWARD_DQ, BACKWARD_ROWS, BACKWARD_SM80
+from .backward_params import BACKWARD_DQ, BACKWARD_ROWS, BACKWARD_SM80, BACKWARD_SM90
 from .backward_request import BackwardRequest
 from .errors import UnsupportedError
 from .params import fast_div
 from .request import LOG2_E
 
 if TYPE_CHECKING:
-    from .jit import LoadedKernel
+    from .jit import LoadedKernel, TensorGeometry
 
 ROW_TILE = 32
 """Rows of a thread block of the first kernel; query tiles are multiples."""
@@ -34,7 +34,8 @@ MAX_PROVEN = 64
 """Pairs of interleaved arrays, such as the parts of a packed gradient, that a plan remembers."""
 
 _pack_rows = BACKWARD_ROWS.launch_block.pack_into
-_pack_main = BACKWARD_SM80.launch_block.pack_into
+_pack_sm80 = BACKWARD_SM80.launch_block.pack_into
+_pack_sm90 = BACKWARD_SM90.launch_block.pack_into
 _pack_dq = BACKWARD_DQ.launch_block.pack_into
 
 
@@ -91,18 +92,25 @@ class BackwardPlan:
         Elements of the float32 array that holds it.
     launches : tuple of Launch
         Of the three kernels, in order; none if nothing is launched.
+    geometry : tuple of TensorGeometry
+        Of q, k, v, dout, dk and dv, for a main kernel that takes tensor maps; otherwise empty.
     """
 
-    __slots__ = ("_proven", "_spans", "alignment", "device", "launches", "workspace", "workspace_floats")
+    __slots__ = ("_proven", "_spans", "alignment", "device", "geometry", "launches", "workspace", "workspace_floats")
 
     def __init__(
-        self, request: BackwardRequest, launches: tuple[Launch, ...] = (), workspace: Workspace | None = None
+        self,
+        request: BackwardRequest,
+        launches: tuple[Launch, ...] = (),
+        workspace: Workspace | None = None,
+        geometry: tuple[TensorGeometry, ...] = (),
     ) -> None:
         self.device = request.device
         self.launches = launches
         self.workspace = workspace
         self.workspace_floats = 0 if workspace is None else workspace.floats
-        self.alignment = launches[0].loaded.problem.access_bytes if launches else 1
+        self.geometry = geometry
+        self.alignment = max((launch.loaded.problem.access_bytes for launch in launches), default=1)
         self._spans = [(0, 0) if x is None else jit.span(x) for x in request.operands]
         self._proven: frozenset[tuple[int, int, int]] = frozenset()
 
@@ -126,7 +134,11 @@ class BackwardPlan:
         first, main, last = self.launches
         _pack_rows(buffer.block, 0, dout, out, lse, dlse, rows, sums, turns, first.tail)
         first.start(stream, buffer.address)
-        _pack_main(buffer.block, 0, dout, q, k, v, dk, dv, rows, sums, turns, main.tail)
+        if self.geometry:
+            maps = jit.tensor_maps(self, self.geometry, q, k, v, dout, dk, dv)
+            _pack_sm90(buffer.block, 0, maps, rows, sums, turns, main.tail)
+        else:
+            _pack_sm80(buffer.block, 0, dout, q, k, v, dk, dv, rows, sums, turns, main.tail)
         main.start(stream, buffer.address)
         _pack_dq(buffer.block, 0, rows, sums, dq, last.tail)
         last.start(stream, buffer.address)
@@ -174,7 +186,7 @@ def make_plan(request: BackwardRequest) -> BackwardPlan:
 def plan_with(request: BackwardRequest, first: LoadedKernel, main: LoadedKernel, last: LoadedKernel) -> BackwardPlan:
     """Plan a GPU call that launches three kernels, which must be those for its problems."""
     forward, config = request.forward, main.config
-    assert isinstance(config, BackwardConfig)
+    assert isinstance(config, MainConfig)
     grid = backward_grid(main.problem, config, jit.sizes_of(forward), request.deterministic)
     row_tiles = grid.m_tiles * config.block_m // ROW_TILE
     blocks_first = forward.batch * forward.heads * row_tiles
@@ -191,11 +203,11 @@ def plan_with(request: BackwardRequest, first: LoadedKernel, main: LoadedKernel,
     }
     launches = (
         Launch(first, blocks_first, BACKWARD_ROWS.pack_tail(common | _strides(request, "dout", "out", "lse", "dlse"))),
-        Launch(main, grid.blocks, BACKWARD_SM80.pack_tail(_main_values(request, grid))),
+        Launch(main, grid.blocks, _main_tail(request, config, grid)),
         _last_launch(request, last, blocks_first * (ROW_TILE // 16), common),
     )
-    padded_rows = blocks_first * ROW_TILE
-    return BackwardPlan(request, launches, Workspace.of(padded_rows, forward.head_dim, request.deterministic))
+    workspace = Workspace.of(blocks_first * ROW_TILE, forward.head_dim, request.deterministic)
+    return BackwardPlan(request, launches, workspace, _geometry(request, config))
 
 
 def _last_launch(request: BackwardRequest, last: LoadedKernel, row_blocks: int, common: dict[str, Any]) -> Launch:
@@ -203,9 +215,29 @@ def _last_launch(request: BackwardRequest, last: LoadedKernel, row_blocks: int, 
     return Launch(last, -(-row_blocks // (last.config.threads // 32)), BACKWARD_DQ.pack_tail(values))
 
 
+def _main_tail(request: BackwardRequest, config: MainConfig, grid: BackwardGrid) -> bytes:
+    values = _main_values(request, grid)
+    if isinstance(config, BackwardConfig):
+        return BACKWARD_SM80.pack_tail(values | _strides(request, "dout", "q", "k", "v", "dk", "dv"))
+    return BACKWARD_SM90.pack_tail(values)
+
+
+def _geometry(request: BackwardRequest, config: MainConfig) -> tuple[TensorGeometry, ...]:
+    """What the tensor maps of a main kernel describe, in the order of its parameters."""
+    if isinstance(config, BackwardConfig):
+        return ()
+    keys, stored = config.block_n, config.block_n // config.consumers
+    box_rows = {"q": config.block_m, "k": keys, "v": keys, "dout": config.block_m, "dk": stored, "dv": stored}
+    dtype = request.forward.q.dtype
+    return tuple(
+        jit.tensor_geometry(dtype, request.extents(name), request.strides[name], rows)
+        for name, rows in box_rows.items()
+    )
+
+
 def _main_values(request: BackwardRequest, grid: BackwardGrid) -> dict[str, Any]:
     forward = request.forward
-    return _strides(request, "dout", "q", "k", "v", "dk", "dv") | {
+    return {
         "heads": fast_div(forward.heads_k),
         "section_tiles": fast_div(grid.section * grid.n_tiles),
         "section": fast_div(grid.section),

@@ -8,7 +8,7 @@ from typing import cast
 
 from .arrays import ITEM_BYTES, Operand
 from .problem import AttentionProblem, Dtype, Task
-from .request import Request, contiguous_strides, widest_access
+from .request import Request, contiguous_strides, tma_refusal, widest_access
 
 
 @dataclass(frozen=True)
@@ -98,6 +98,18 @@ class BackwardRequest:
         for x in (self.forward.q, self.forward.k, self.forward.v, self.dout, self.out, *self.grads):
             addresses |= x.address
         return widest_access(self.forward, addresses, self.strides, tiled=("q", "k", "v", "dout"))
+
+    @cached_property
+    def tma_refusal(self) -> str | None:
+        """As `Request.tma_refusal`, for what the main kernel reads and writes."""
+        forward = self.forward
+        _, dk, dv = self.grads or (None, None, None)
+        moved = {"q": forward.q, "k": forward.k, "v": forward.v, "dout": self.dout, "dk": dk, "dv": dv}
+        return tma_refusal(forward, moved, self.strides, self.extents)
+
+    def extents(self, name: str) -> tuple[int, int, int, int]:
+        """As `Request.extents`, of dout and the gradients as well."""
+        return self.forward.extents("out" if name == "dout" else name.removeprefix("d"))
 
     def problem(self, arch: str, task: Task) -> AttentionProblem:
         """One of the kernels that the call needs on a compile target."""

@@ -308,9 +308,9 @@ class TensorGeometry(NamedTuple):
     box_rows: int
 
 
-_places: dict[tuple[CallPlan, int, int, int, int], bytes] = {}
+_places: dict[tuple[Any, ...], bytes] = {}
 _tensor_maps: dict[tuple[TensorGeometry, int], bytes] = {}
-"""Tensor maps of what was launched lately: all four by a plan's addresses, and each. Readers need no lock."""
+"""Tensor maps of what was launched lately: all of a call by plan and addresses, and each. Readers need no lock."""
 
 
 class TmaPlan(CallPlan):
@@ -338,16 +338,20 @@ class TmaPlan(CallPlan):
     def launch(self, q: int, k: int, v: int, out: int, lse: int, stream: int) -> None:
         # The buffer first: where this thread has no context yet, it makes one current, which tensor maps need as well.
         buffer = _buffers.of_device.get(self.device) or _buffers.new(self.device)
-        maps = _places.get((self, q, k, v, out)) or self._encode(q, k, v, out)
+        maps = _places.get((self, q, k, v, out)) or tensor_maps(self, self._geometry, q, k, v, out)
         ((grid, tail),) = self.launches
         counter = counters.take(self.device, stream) if self._counted else counters.NO_COUNTER
         _pack_sm90(buffer.block, 0, maps, out, lse, counter, tail)
         driver.launch(self._handle, grid, self._block, self._smem_bytes, stream, buffer.address)
 
-    def _encode(self, q: int, k: int, v: int, out: int) -> bytes:
-        maps = b"".join(map(_tensor_map, self._geometry, (q, k, v, out)))
-        _keep(_places, (self, q, k, v, out), maps, MAX_PLACES)
-        return maps
+
+def tensor_maps(plan: object, geometry: tuple[TensorGeometry, ...], *addresses: int) -> bytes:
+    """The tensor maps of a plan's arrays, one after the other; encoded if these addresses are new to it."""
+    maps = _places.get((plan, *addresses))
+    if maps is None:
+        maps = b"".join(map(_tensor_map, geometry, addresses))
+        _keep(_places, (plan, *addresses), maps, MAX_PLACES)
+    return maps
 
 
 def _tensor_map(geometry: TensorGeometry, address: int) -> bytes:
@@ -412,7 +416,8 @@ def _plan_sm90(request: Request, loaded: LoadedKernel) -> CallPlan:
     for axis, stride in zip(("batch", "seq", "head"), request.strides["out"], strict=False):
         values[f"out_{axis}_stride"] = stride
     rows = {"q": TMA_TILE_ROWS, "k": config.block_n, "v": config.block_n, "out": TMA_TILE_ROWS}
-    geometry = tuple(tensor_geometry(request, name, rows[name]) for name in rows)
+    dtype = request.q.dtype
+    geometry = tuple(tensor_geometry(dtype, request.extents(x), request.strides[x], rows[x]) for x in rows)
     return TmaPlan(request, loaded, (((grid.blocks, 1, 1), FORWARD_SM90.pack_tail(values)),), geometry)
 
 
@@ -427,14 +432,13 @@ def sizes_of(request: Request) -> tuple[int, int, int, int]:
     return request.batch * request.heads, request.heads // request.heads_k, request.seqlen_q, request.seqlen_k
 
 
-def tensor_geometry(request: Request, name: str, box_rows: int) -> TensorGeometry:
-    """An operand as a tensor map sees it."""
-    item = ITEM_BYTES[request.q.dtype]
-    batch, seq, head, _ = (stride * item for stride in request.strides[name])
-    extents = request.extents(name)
+def tensor_geometry(dtype: str, extents: tuple[int, ...], strides: tuple[int, ...], box_rows: int) -> TensorGeometry:
+    """An array as a tensor map sees it; extents and strides in elements along (batch, seq, heads, dim)."""
+    item = ITEM_BYTES[dtype]
+    batch, seq, heads, dim = extents
     # The stride of an axis of one element is never used, but must be a legal one.
-    strides = (stride or -(-extents[3] * item // TMA_BYTES) * TMA_BYTES for stride in (seq, head, batch))
-    return TensorGeometry(request.q.dtype, (extents[3], extents[1], extents[2], extents[0]), tuple(strides), box_rows)
+    legal = tuple(strides[axis] * item or -(-dim * item // TMA_BYTES) * TMA_BYTES for axis in (1, 2, 0))
+    return TensorGeometry(dtype, (dim, seq, heads, batch), legal, box_rows)
 
 
 def _common_values(request: Request) -> dict[str, Any]:

@@ -63,9 +63,8 @@ TMA_TARGETS = {"sm_90": "sm_90a"}
 
 def family_of(arch: str, task: Task = "forward") -> KernelFamily:
     """The family of the kernels for a compile target and a task."""
-    if task == "forward":
-        return FAMILIES["forward_sm90" if arch in TMA_TARGETS.values() else "forward_sm80"]
-    return family_named("backward_sm80" if task == "backward" else task)
+    generation = "sm90" if arch in TMA_TARGETS.values() else "sm80"
+    return family_named(f"{task}_{generation}" if task in ("forward", "backward") else task)
 
 
 def family_named(name: str) -> KernelFamily:
@@ -118,9 +117,20 @@ def _hopper_refusal(request: Request, arch: str) -> str | None:
 def device_targets(arch: str, access_bytes: int = WIDEST_ACCESS, task: Task = "forward") -> tuple[str, ...]:
     """The targets of all kernels that calls may take on a device that ``arch`` names; ordinary calls take the last."""
     own = TMA_TARGETS.get(arch)
-    if own is None or task != "forward" or access_bytes < WIDEST_ACCESS or _family_in_use == "forward_sm80":
+    ampere = "forward_sm80" if task == "forward" else "backward_sm80"
+    if own is None or access_bytes < WIDEST_ACCESS or _family_in_use == ampere:
         return (arch,)
     return arch, own
+
+
+def problem_targets(problem: AttentionProblem) -> tuple[str, ...]:
+    """Those of `device_targets` that have a kernel for a problem of the device's own target."""
+    targets = device_targets(problem.arch, problem.access_bytes, problem.task)
+    if problem.task == "forward":
+        return targets
+    from .backward_kernels import has_kernels
+
+    return tuple(target for target in targets if has_kernels(replace(problem, arch=target)))
 
 
 _family_in_use: str | None = None
@@ -135,8 +145,9 @@ def family_in_use() -> str | None:
 def use_family(name: str) -> Iterator[None]:
     """Inside, all calls of the process take kernels of one family: for tests and benchmarks.
 
-    Calls that it cannot serve are refused. Plans made before or inside are forgotten at both ends; a plan that another
-    thread is making at that moment is not, so let no other thread make first calls meanwhile.
+    Only those of the pass that it serves. Calls that it cannot serve are refused. Plans made before or inside are
+    forgotten at both ends; a plan that another thread is making at that moment is not, so let no other thread make
+    first calls meanwhile.
     """
     global _family_in_use
     from . import jit
@@ -272,10 +283,9 @@ def shipped_problems(arch: str) -> Iterator[AttentionProblem]:
         yield from variants_by_length(replace(base, scale_first=True))
         for access_bytes in () if arch in TMA_TARGETS.values() else (8, 4, 2):
             yield replace(base, access_bytes=access_bytes)
-    if arch not in TMA_TARGETS.values():
-        from .backward_kernels import shipped_problems as shipped_backward_problems
+    from .backward_kernels import shipped_problems as shipped_backward_problems
 
-        yield from shipped_backward_problems(arch)
+    yield from shipped_backward_problems(arch)
 
 
 def variants_by_length(problem: AttentionProblem) -> Iterator[AttentionProblem]:

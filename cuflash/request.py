@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, cast
@@ -143,23 +143,9 @@ class Request:
 
         Lengths and head counts need no rule: every call on a GPU has less than 2**31 of each.
         """
-        item = ITEM_BYTES[self.q.dtype]
-        for name, dim in (("head dim", self.head_dim), ("head dim of v", self.head_dim_v)):
-            if dim * item % TMA_BYTES:
-                return f"{name} {dim}, which is no multiple of {TMA_BYTES // item}"
-        for x in (self.q, self.k, self.v, *([self.out] if self.out else [])):
-            if x.address % TMA_BYTES:
-                return f"the address of {x.name}, which is no multiple of {TMA_BYTES}"
-        for name, (*outer, dim) in self.strides.items():
-            if dim != 1:
-                return f"the last axis of {name}, whose stride is not 1"
-            for axis, stride, extent in zip(("batch", "seq", "heads"), outer, self.extents(name), strict=False):
-                # NumPy and its kind give axes of one element any stride: nothing depends on it.
-                if extent > 1 and (stride * item % TMA_BYTES or not 0 < stride * item < TMA_STRIDES_END):
-                    return (
-                        f"the {axis} stride of {name}, {stride * item} bytes, which is no positive multiple of "
-                        f"{TMA_BYTES} below 2^40"
-                    )
+        loaded = {"q": self.q, "k": self.k, "v": self.v, "out": self.out}
+        if (reason := tma_refusal(self, loaded, self.strides, self.extents)) is not None:
+            return reason
         if self.batch * self.heads * -(-self.seqlen_q // TMA_TILE_ROWS) > MAX_WORK_TILES:
             return "so many query tiles (2^31 and more)"
         return None
@@ -208,6 +194,43 @@ def widest_access(
         elements |= batch | seq | head
     bits = WIDEST_ACCESS | addresses | elements * item
     return bits & -bits
+
+
+def tma_refusal(
+    request: Request,
+    operands: Mapping[str, Operand | None],
+    strides: Mapping[str, tuple[int, ...]],
+    extents: Callable[[str], tuple[int, ...]],
+) -> str | None:
+    """What about arrays the tensor memory accelerator cannot take; None if it takes all of them.
+
+    Parameters
+    ----------
+    request : Request
+    operands : mapping of str to Operand or None
+        By name; None: a new array, which an allocator aligns.
+    strides, extents : mapping and function of str to tuple of int
+        Along (batch, seq, heads, dim), in elements; of these names and perhaps others.
+    """
+    item = ITEM_BYTES[request.q.dtype]
+    for name, dim in (("head dim", request.head_dim), ("head dim of v", request.head_dim_v)):
+        if dim * item % TMA_BYTES:
+            return f"{name} {dim}, which is no multiple of {TMA_BYTES // item}"
+    for x in operands.values():
+        if x is not None and x.address % TMA_BYTES:
+            return f"the address of {x.name}, which is no multiple of {TMA_BYTES}"
+    for name in operands:
+        *outer, dim = strides[name]
+        if dim != 1:
+            return f"the last axis of {name}, whose stride is not 1"
+        for axis, stride, extent in zip(("batch", "seq", "heads"), outer, extents(name), strict=False):
+            # NumPy and its kind give axes of one element any stride: nothing depends on it.
+            if extent > 1 and (stride * item % TMA_BYTES or not 0 < stride * item < TMA_STRIDES_END):
+                return (
+                    f"the {axis} stride of {name}, {stride * item} bytes, which is no positive multiple of "
+                    f"{TMA_BYTES} below 2^40"
+                )
+    return None
 
 
 def contiguous_strides(shape: Sequence[int], item: int) -> tuple[int, ...]:

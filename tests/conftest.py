@@ -43,8 +43,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     # Of two families only the one that calls do not prefer by themselves need be asked for.
     parser.addoption(
         "--family",
-        choices=("forward_sm80",),
-        help="GPU tests: all calls take kernels of this family; otherwise, on Hopper, forward_sm90 where TMA can serve",
+        choices=("forward_sm80", "backward_sm80"),
+        help="GPU tests: all calls of its pass take kernels of this family; on Hopper otherwise those that load by TMA",
     )
 
 

@@ -1,11 +1,12 @@
-"""Tuning table of the backward pass, whose kernels are Ampere-style on every target."""
+"""Tuning tables of the backward pass: of the Ampere-style kernels, and of those for compute capability 9.0."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from ..backward_config import BackwardConfig, BackwardDqConfig, BackwardRowsConfig
-from ..problem import MASKS, AttentionProblem
+from ..backward_config import BackwardConfig, BackwardDqConfig, BackwardRowsConfig, BackwardSm90Config
+from ..errors import UnsupportedError
+from ..problem import MASKS, AttentionProblem, Mask
 from .sm80 import SMALL
 from .tuning import Row, row_for
 
@@ -68,6 +69,54 @@ def backward_config(problem: AttentionProblem) -> BackwardConfig:
         if row.head_dim == 128 and problem.arch == "sm_80":
             return replace(row.config, dout_stages=1, reason="scalar loads need registers: two dO buffers spill")
     return row.config
+
+
+def _hopper_row(
+    head_dim: int,
+    block_m: int,
+    *,
+    stages: tuple[int, int],
+    in_turns: bool,
+    masks: tuple[Mask, ...] = MASKS,
+    reason: str,
+) -> Row[BackwardSm90Config]:
+    q_stages, dout_stages = stages
+    config = BackwardSm90Config(
+        block_m=block_m, q_stages=q_stages, dout_stages=dout_stages, in_turns=in_turns, reason=reason
+    )
+    return Row(("sm_90a",), head_dim, head_dim, masks, config)
+
+
+HOPPER = (
+    _hopper_row(64, 128, stages=(2, 2), in_turns=False, masks=("full",),
+                reason="194 KiB; turns take 1 % at N = 4096 and more"),
+    _hopper_row(64, 128, stages=(2, 2), in_turns=True, masks=("causal",),
+                reason="194 KiB; consumers in turns"),
+    _hopper_row(128, 64, stages=(3, 2), in_turns=True,
+                reason="209 KiB; turns are worth 3 %, the third Q buffer 2 %"),
+)  # fmt: skip
+"""Larger head dims than these have Ampere-style kernels on every target."""
+
+
+def has_hopper_row(problem: AttentionProblem) -> bool:
+    """Whether the Hopper table serves a problem's head dims."""
+    return any(max(problem.head_dim, problem.head_dim_v) <= row.head_dim for row in HOPPER)
+
+
+def backward_sm90_config(problem: AttentionProblem) -> BackwardSm90Config:
+    """The config of the row with the smallest head dim that serves the problem.
+
+    Raises
+    ------
+    UnsupportedError
+        TMA moves 16 bytes at a time, or the head dims are larger than those of any row.
+    """
+    if problem.access_bytes != 16:
+        raise UnsupportedError(
+            f"the kernels for {problem.arch} load by TMA, 16 bytes at a time, and take no {problem.access_bytes}-byte "
+            "accesses: those of sm_90 do"
+        )
+    return row_for(HOPPER, problem).config
 
 
 def backward_rows_config(problem: AttentionProblem) -> BackwardRowsConfig:

@@ -85,4 +85,8 @@ def forward_config(problem: AttentionProblem) -> Sm90Config:
 
 def is_short(problem: AttentionProblem, seqlen_q: int) -> bool:
     """Whether a problem of so many queries has a row of its own."""
-    return seqlen_q <= SHORT and any(row.serves(replace(problem, short=True)) for row in FORWARD)
+    return (
+        problem.task == "forward"
+        and seqlen_q <= SHORT
+        and any(row.serves(replace(problem, short=True)) for row in FORWARD)
+    )

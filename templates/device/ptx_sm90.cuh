@@ -59,12 +59,27 @@ DEVICE void tma_store(const TensorMap* map, u32 src, int column, int row, int he
                  :: "l"(map), "r"(src), "r"(column), "r"(row), "r"(head), "r"(batch) : "memory");
 }
 DEVICE void tma_store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
-DEVICE void tma_store_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }   // the source may be overwritten
+template <int kPending = 0>
+DEVICE void tma_store_wait_read() { asm volatile("cp.async.bulk.wait_group.read %0;" :: "n"(kPending) : "memory"); }   // the source may be overwritten
 DEVICE void tma_store_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
+// Plain pieces of memory, of a multiple of 16 bytes (9.7.9.25.4: cp.async.bulk; the adding form is committed and waited for as a store).
+DEVICE void bulk_load(u32 dst, const void* src, int bytes, u32 bar) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+                 :: "r"(dst), "l"(src), "r"(bytes), "r"(bar) : "memory");
+}
+DEVICE void bulk_add_f32(float* to, u32 src, int bytes) {
+    asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" :: "l"(to), "r"(src), "r"(bytes) : "memory");
+}
 // Orders plain writes to shared memory before a TMA store that another thread issues after a barrier.
 DEVICE void async_proxy_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+// The same for all memory: between bulk copies and what other blocks are told about them.
+DEVICE void async_proxy_fence_global() { asm volatile("fence.proxy.async;" ::: "memory"); }
 DEVICE void stmatrix_x4(u32 address, u32 r0, u32 r1, u32 r2, u32 r3) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" :: "r"(address), "r"(r0), "r"(r1), "r"(r2), "r"(r3) : "memory");
+}
+// Stores the transpose of the same fragments.
+DEVICE void stmatrix_x4_trans(u32 address, const u32* r) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" :: "r"(address), "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3]) : "memory");
 }
 DEVICE int atomic_add(int* p, int value) { return atomicAdd(p, value); }
 DEVICE void atomic_store(int* p, int value) { atomicExch(p, value); }
@@ -73,6 +88,12 @@ DEVICE void st_shared_v4(u32 address, int a, int b, int c, int d) {
 }
 DEVICE void ld_shared_v4(u32 address, int& a, int& b, int& c, int& d) {
     asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(a), "=r"(b), "=r"(c), "=r"(d) : "r"(address) : "memory");
+}
+DEVICE void st_shared_f32x4(u32 address, const float* x) {
+    asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" :: "r"(address), "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3]) : "memory");
+}
+DEVICE void ld_shared_f32x2(u32 address, float (&x)[2]) {
+    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x[0]), "=f"(x[1]) : "r"(address));
 }
 DEVICE u32 shuffle_xor(u32 x, int lanes) { return __shfl_xor_sync(~0u, x, lanes); }
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import ml_dtypes
 import numpy as np
 
-from cuflash.backward_config import BackwardConfig
+from cuflash.backward_config import BackwardSm90Config, MainConfig
 from cuflash.request import LOG2_E
 
 if TYPE_CHECKING:
@@ -36,12 +36,25 @@ def _tensor(launch: Launch, name: str, batch: int, seq: int, heads: int) -> np.n
     p, problem = launch.params, launch.loaded.problem
     dtype = ml_dtypes.bfloat16 if problem.dtype == "bfloat16" else np.float16
     dim = problem.head_dim if name in ("q", "k", "dq", "dk") else problem.head_dim_v
+    if f"{name}_map" in p:
+        made = p[f"{name}_map"]
+        assert made.extents == (dim, seq, heads, batch) and made.dtype == problem.dtype
+        assert made.box_rows == _box_rows(launch, name)
+        seq_stride, head_stride, batch_stride = made.strides
+        return _view(p[name], (batch, heads, seq, dim), (batch_stride, head_stride, seq_stride, 2), dtype)
     strides = {axis: 2 * p[f"{name}_{axis}_stride"] for axis in ("batch", "head", "seq", "dim")}
     if problem.access_bytes != 2:
         assert strides["dim"] == 2
         for value in (p[name], *(strides[a] for a in ("batch", "head", "seq")), 2 * dim):
             assert value % problem.access_bytes == 0, "an access that faults"
     return _view(p[name], (batch, heads, seq, dim), tuple(strides.values()), dtype)
+
+
+def _box_rows(launch: Launch, name: str) -> int:
+    """Rows that the Hopper kernel moves at once: of Q and dO a tile, of K and V, too; each consumer stores its own."""
+    config = launch.loaded.config
+    assert isinstance(config, BackwardSm90Config)
+    return {"q": config.block_m, "dout": config.block_m, "k": 128, "v": 128, "dk": 64, "dv": 64}[name]
 
 
 def _row_values(launch: Launch, name: str, shape: tuple[int, ...]) -> np.ndarray:
@@ -78,7 +91,7 @@ def run_rows(launch: Launch) -> None:
 
 def run_main(launch: Launch) -> None:
     p, config = launch.params, launch.loaded.config
-    assert isinstance(config, BackwardConfig)
+    assert isinstance(config, MainConfig)
     nq, nk, (_, _, heads) = p["seqlen_q"], p["seqlen_k"], p["heads"]
     batch, group = p["batch_heads"] // heads, p["group"]
     assert p["heads_q"] == heads * group

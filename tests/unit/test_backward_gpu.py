@@ -25,6 +25,8 @@ from tests.unit.fake_gpu import FakeGpu
 
 NAMES = ("dout", "q", "k", "v", "out", "lse", "dlse")
 CAUSAL = (False, "bottom_right", "top_left")
+FAMILIES = {"backward_sm80": "sm_90", "backward_sm90": "sm_90a"}
+"""And the targets of their kernels on a device of compute capability 9.0."""
 
 
 @pytest.fixture
@@ -64,15 +66,17 @@ def check(gpu: FakeGpu, arrays: dict[str, np.ndarray], causal: Any = False, **op
 @pytest.mark.parametrize("causal", CAUSAL)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_three_launches(gpu: FakeGpu, causal: Any, dtype: str, deterministic: bool) -> None:
-    """Of kernels for the device's target, the workspace shared; the second call compiles and plans nothing."""
+@pytest.mark.parametrize("family", FAMILIES)
+def test_three_launches(gpu: FakeGpu, causal: Any, dtype: str, deterministic: bool, family: str) -> None:
+    """Of kernels for one target, the workspace shared; the second call compiles and plans nothing."""
     arrays = draw((170, 150), dtype=dtype, causal=causal)
-    for _ in range(2):
-        check(gpu, arrays, causal, deterministic=deterministic)
+    with kernels.use_family(family):
+        for _ in range(2):
+            check(gpu, arrays, causal, deterministic=deterministic)
+        assert len(gpu.compiled) == 3 and len(jit.BACKWARD_PLANS) == 1
     tasks = [launch.loaded.problem.task for launch in gpu.launches]
     assert tasks == 2 * ["backward_rows", "backward", "backward_dq"]
-    assert {launch.loaded.problem.arch for launch in gpu.launches} == {"sm_90"}
-    assert len(gpu.compiled) == 3 and len(jit.BACKWARD_PLANS) == 1
+    assert {launch.loaded.problem.arch for launch in gpu.launches} == {FAMILIES[family]}
     first, main, last = gpu.launches[:3]
     for name in ("rows", "dq_sums"):
         assert first.params[name] == main.params[name] == last.params[name]
@@ -84,9 +88,19 @@ def test_three_launches(gpu: FakeGpu, causal: Any, dtype: str, deterministic: bo
     ]
 
 
-@pytest.mark.parametrize(("heads", "dims"), [((3, 3), (16, 80)), ((6, 1), (128, 128)), ((4, 2), (33, 7))])
-def test_heads_and_dims(gpu: FakeGpu, heads: tuple[int, int], dims: tuple[int, int]) -> None:
+@pytest.mark.parametrize(
+    ("heads", "dims", "target"),
+    [
+        ((3, 3), (16, 80), "sm_90a"),
+        ((6, 1), (128, 128), "sm_90a"),
+        ((4, 2), (33, 7), "sm_90"),
+        ((2, 1), (192, 128), "sm_90"),
+    ],
+)
+def test_heads_and_dims(gpu: FakeGpu, heads: tuple[int, int], dims: tuple[int, int], target: str) -> None:
+    """The Hopper kernel takes what TMA can take, of the head dims of its table."""
     check(gpu, draw((40, 300), heads, dims, causal="top_left"), "top_left")
+    assert {launch.loaded.problem.arch for launch in gpu.launches} == {target}
 
 
 def test_any_strides_and_given_gradients(gpu: FakeGpu) -> None:
