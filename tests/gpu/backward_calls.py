@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
 import cuflash
 from cuflash import kernels
-from cuflash.backward_config import BackwardConfig
+from cuflash.backward_config import MainConfig
+from cuflash.backward_kernels import has_kernels
 from cuflash.problem import AttentionProblem
 from cuflash.reference import oracle
 from tests.gpu.support import Array, host_normal, poison_pool, poisoned, swap_layout, target, to_device, to_host
@@ -95,10 +97,13 @@ def judge_gradients(grads: tuple[Array, ...], call: Call) -> None:
         assert_gradients(host, call.on_host())
 
 
-def config_for(d: int, dv: int, dtype: str, causal: object, access_bytes: int = 16) -> BackwardConfig:
-    """The config that such a call takes on this device."""
+def config_for(d: int, dv: int, dtype: str, causal: object) -> MainConfig:
+    """The config that such a call on contiguous arrays takes on this device."""
     mask = "causal" if causal else "full"
-    problem = AttentionProblem(d, dv, dtype, mask, access_bytes, False, target(), "backward")  # type: ignore[arg-type]
+    problem = AttentionProblem(d, dv, dtype, mask, 16, False, target(), "backward")  # type: ignore[arg-type]
+    if problem.arch in kernels.TMA_TARGETS and d % 8 == dv % 8 == 0 and kernels.family_in_use() != "backward_sm80":
+        hopper = replace(problem, arch=kernels.TMA_TARGETS[problem.arch])
+        problem = hopper if has_kernels(hopper) else problem
     config = kernels.select_config(problem)
-    assert isinstance(config, BackwardConfig)
+    assert isinstance(config, MainConfig)
     return config

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.conftest import family_asked_for
-from tests.gpu.support import DTYPES, HEAD_DIMS, Variant, compile_variant, target
+from tests.gpu.support import CAUSAL, DTYPES, HEAD_DIMS, Variant, compile_variant, target
 
 if TYPE_CHECKING:
     from cuflash.compiled import Compiled
@@ -28,6 +28,22 @@ def _variants(item: pytest.Item) -> list[Variant]:
     """The variants among a test's parameters."""
     params = item.callspec.params if hasattr(item, "callspec") else {}
     return [value for value in params.values() if isinstance(value, Variant)]
+
+
+def _gradient_problems(index: int, access_bytes: int) -> tuple[AttentionProblem, ...]:
+    """What `test_backward.test_head_dims` runs of an entry of HEAD_DIMS."""
+    from cuflash import kernels
+    from cuflash.backward_kernels import has_kernels, problems_beside
+    from cuflash.problem import AttentionProblem
+
+    mask = "causal" if CAUSAL[index % len(CAUSAL)] else "full"
+    dtype, arch = DTYPES[index % len(DTYPES)], target()
+    forward = AttentionProblem(*HEAD_DIMS[index], dtype, mask, access_bytes, False, arch)  # type: ignore[arg-type]
+    if access_bytes == 16 and arch in kernels.TMA_TARGETS and kernels.family_in_use() != "backward_sm80":
+        hopper = problems_beside(forward, kernels.TMA_TARGETS[arch])
+        if has_kernels(hopper[1]):
+            return hopper
+    return problems_beside(forward, arch)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -50,6 +66,7 @@ def _kernels(request: pytest.FixtureRequest, shared_cache: Path) -> None:
             masks = ("full", "causal") if index % 2 == 0 else ("causal", "full")
             for dtype, mask in zip(DTYPES, masks, strict=True):
                 problems.add(AttentionProblem(d, dv, dtype, mask, access_bytes, False, arch))  # type: ignore[arg-type]
+            problems.update(_gradient_problems(index, access_bytes))
     failed = [
         built for built in build([(p, select_config(p)) for p in problems], shared_cache / "cuflash") if built.error
     ]
