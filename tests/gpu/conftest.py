@@ -19,6 +19,7 @@ from tests.gpu.support import CAUSAL, DTYPES, HEAD_DIMS, Variant, compile_varian
 
 if TYPE_CHECKING:
     from cuflash.compiled import Compiled
+    from cuflash.problem import AttentionProblem
 
 WHOLE_RUN = 200
 """From this many GPU tests on, beside those that make their own kernels, it pays to compile ahead."""
