@@ -280,26 +280,30 @@ def _gradients(
 def _gradients_after(told: list[Any], dout: Tensor, saved: tuple[Tensor, ...], options: tuple[Any, ...]) -> Any:
     """`_gradients`, with what the forward call told: its plan, and the addresses of q, k, v, the output and the LSE.
 
-    Tensors come back with the shapes, dtypes and devices with which they were saved. Where the addresses are the call's
-    as well, as they are unless hooks have moved the tensors, only the strides are left to look at.
+    Where the addresses are the call's as well, as they are unless hooks have moved the tensors, only how they lie there
+    is left to look at: it has changed where somebody has assigned to a tensor's ``.data``, which torch does not notice.
     """
     forward, places = told
     q, k, v, out, lse = saved
     causal, scale, layout, deterministic = options
     options = causal, scale, layout, deterministic or torch.are_deterministic_algorithms_enabled()
     now = [q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse.data_ptr()]
-    strides = q.stride(), k.stride(), v.stride(), out.stride(), lse.stride()
+    lying = (
+        q.shape, k.shape, v.shape, out.shape, lse.shape,
+        q.stride(), k.stride(), v.stride(), out.stride(), lse.stride(),
+        q.dtype, k.dtype, v.dtype, out.dtype, lse.dtype,
+    )  # fmt: skip
     form, dout_at = torch_arrays.geometry(dout)
     key = form, (dout_at | now[3]) & 15, now[4] & 3, options[3]
     plan, known = forward.backward.get(key, NOTHING) if now == places else NOTHING
-    if known == strides and torch_arrays.current_device() == plan.device:
+    if known == lying and torch_arrays.current_device() == plan.device:
         now.insert(3, dout_at)
         now.append(0)
         return launch(torch_arrays, plan, now, (dout, q, k, v, out, lse, None), options)
     found: list[Any] = []
     grads = gradients(dout, q, k, v, out, lse, None, options, told=found)
     if found and now == places:
-        remember_with(forward, key, (found[0], strides))
+        remember_with(forward, key, (found[0], lying))
     return grads
 
 

@@ -761,6 +761,21 @@ def test_tensors_that_hooks_have_moved(gpu: FakeGpu) -> None:
     assert same(expected, pass_of(inputs))
 
 
+def test_tensors_whose_data_was_replaced(gpu: FakeGpu) -> None:
+    """At the same address, which torch does not notice: a plan for another shape or dtype would write anywhere."""
+    whole = torch.randn(2, 16, 2, 8).half()
+    for place in range(3):
+        for replaced, error in ((whole, ValueError), (whole[:1].view(torch.bfloat16), TypeError)):
+            inputs = [torch.randn(1, 16, 2, 8).half().requires_grad_() for _ in range(3)]
+            inputs[place] = whole[:1].requires_grad_()
+            pass_of(inputs)
+            out, launched = cuflash.attention(*inputs), len(gpu.launches)
+            inputs[place].data = replaced
+            with pytest.raises(error, match=r"batch|dtype"):
+                torch.autograd.grad(out, inputs, like(out))
+            assert len(gpu.launches) == launched
+
+
 def test_a_backward_pass_where_forward_mode_may_be(gpu: FakeGpu) -> None:
     inputs = draw("float16")
     expected = pass_of(inputs)
