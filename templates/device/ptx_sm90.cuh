@@ -61,8 +61,7 @@ DEVICE void tma_store(const TensorMap* map, u32 src, int column, int row, int he
 DEVICE void tma_store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 template <int kPending = 0>
 DEVICE void tma_store_wait_read() { asm volatile("cp.async.bulk.wait_group.read %0;" :: "n"(kPending) : "memory"); }   // the source may be overwritten
-template <int kPending = 0>
-DEVICE void tma_store_wait() { asm volatile("cp.async.bulk.wait_group %0;" :: "n"(kPending) : "memory"); }   // the writes are done
+DEVICE void tma_store_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 // Plain pieces of memory, of a multiple of 16 bytes (9.7.9.25.4: cp.async.bulk; the adding form is committed and waited for as a store).
 DEVICE void bulk_load(u32 dst, const void* src, int bytes, u32 bar) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
