@@ -152,9 +152,9 @@ def fused_bytes(shape: Shape, schedule: Schedule, lse: bool) -> int:
     head after head, and a wave that ends within a head leaves that head's keys to be read again by the next.
 
     The blocks of a wave are taken to stay in step. Where they drift apart, a key is read once for each group of them
-    that comes too late for the L2. On an H200 that shows in two of 36 measured cases, both of Hopper kernels: 131072
-    keys and head dim 64 without a mask (1.5 times the prediction), or 256 under a causal one (1.4 times). The others
-    are within 15 % (``bench/traffic.py``).
+    that comes too late for the L2. On an H200 that shows in one of 36 measured cases, of a Hopper kernel: 131072 keys,
+    head dim 256, under a causal mask (1.2 and 1.4 times the prediction in two runs). The others are within 15 %
+    (``bench/traffic.py``).
     """
     rows = shape.batch * shape.heads * shape.seqlen_q
     own = rows * shape.row_bytes + (rows * LSE_BYTES if lse else 0)

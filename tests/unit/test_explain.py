@@ -130,7 +130,8 @@ def test_query_heads_of_a_group_share_their_keys_in_a_section():
 
 
 # MB by Nsight Compute on an H200, commit 664ca9f, bench/traffic.py: at N = 4096, 16384 and 131072 (batch 4, 1, 1; heads
-# such that H * D is 2048, 2048, 256).
+# such that H * D is 2048, 2048, 256). The last of d 64 without a mask in the Hopper family is of the same day, with
+# tensor maps that read 128 bytes at once; before, they fetched other heads' rows too, and it was 1267.5.
 MEASURED = {
     ("forward_sm80", 64, False): (259.7, 259.1, 1009.0),
     ("forward_sm80", 64, True): (277.7, 289.7, 289.3),
@@ -138,14 +139,14 @@ MEASURED = {
     ("forward_sm80", 128, True): (253.9, 255.9, 431.3),
     ("forward_sm80", 256, False): (267.1, 357.9, 1204.0),
     ("forward_sm80", 256, True): (253.6, 256.0, 690.3),
-    ("forward_sm90", 64, False): (257.0, 259.9, 1267.5),
+    ("forward_sm90", 64, False): (257.0, 259.9, 866.0),
     ("forward_sm90", 64, True): (301.2, 763.5, 758.4),
     ("forward_sm90", 128, False): (256.5, 268.1, 1274.5),
     ("forward_sm90", 128, True): (283.0, 616.2, 632.4),
     ("forward_sm90", 256, False): (307.3, 420.0, 1261.1),
     ("forward_sm90", 256, True): (488.6, 771.9, 972.1),
 }
-DRIFTING = {("forward_sm90", 64, False, 131072), ("forward_sm90", 256, True, 131072)}
+DRIFTING = {("forward_sm90", 256, True, 131072)}
 """Where the blocks of a wave do not stay in step, which is no part of the model."""
 
 
