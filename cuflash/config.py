@@ -15,6 +15,8 @@ from .problem import AttentionProblem
 ELEMENT_BYTES = 2
 PITCH_STEP = 64
 """Rows of a shared-memory tile are multiples of 64 elements (128 bytes), the span of the bank swizzle."""
+MOST_SLACK = 8
+"""kMostSlack in device/softmax.cuh."""
 
 
 def round_up(value: int, step: int) -> int:
@@ -104,6 +106,10 @@ class ForwardConfig(KernelConfig):
     block_n: int
     stages: int
     slack: int = 2
+
+    def __post_init__(self) -> None:
+        if self.slack > MOST_SLACK:
+            raise ValueError(f"slack is {self.slack}; accepted are numbers up to {MOST_SLACK}")
 
     @property
     @abstractmethod

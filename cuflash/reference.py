@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from .config import ForwardConfig
+from .config import MOST_SLACK, ForwardConfig
 from .cpu import Array, causal_offset
 from .request import Causal
 from .sm90_config import WARPGROUP_ROWS, Sm90Config
@@ -19,8 +19,8 @@ __all__ = ["oracle", "oracle_backward", "tile_schedule"]
 
 LARGE_PRODUCT = 512.0
 """From here on a kernel subtracts the reference before it multiplies by the scale (see device/softmax.cuh)."""
-MOST_SLACK, SHARE_BITS = 8.0, 4.0
-"""How the slack of a Hopper kernel grows, as kMostSlack and kShareBits in device/softmax.cuh."""
+SHARE_BITS = 4.0
+"""How the slack of a Hopper kernel grows, up to `MOST_SLACK`: kShareBits in device/softmax.cuh."""
 
 
 def oracle(q: Array, k: Array, v: Array, *, causal: Causal = False, scale: float | None = None) -> tuple[Array, Array]:

@@ -49,6 +49,7 @@ class Sm90Config(ForwardConfig):
     exact: bool = False
 
     def __post_init__(self) -> None:
+        ForwardConfig.__post_init__(self)
         if self.block_m % WARPGROUP_ROWS or self.consumers not in _REGISTERS:
             raise ValueError(f"block_m is {self.block_m}; accepted are 64, 128 and 192")
         if self.block_n % 16 or not 16 <= self.block_n <= 256:

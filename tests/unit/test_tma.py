@@ -23,6 +23,7 @@ from cuflash.explanation import as_if_on_gpu
 from cuflash.params import fast_div
 from cuflash.problem import DTYPES, MASKS, AttentionProblem
 from cuflash.request import MAX_WORK_TILES, Request
+from cuflash.sm80_config import Sm80Config
 from cuflash.sm90_config import Sm90Config
 from tests.unit import fake_gpu
 from tests.unit.fake_gpu import FakeGpu
@@ -461,12 +462,17 @@ def test_labels_tell_configs_apart() -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [({"block_m": 96}, "64, 128 and 192"), ({"block_m": 256}, "64, 128 and 192"), ({"q_stages": 4}, "1, 2 and 3"),
-     ({"q_stages": 1}, "tma_store needs q_stages=2")],
+     ({"q_stages": 1}, "tma_store needs q_stages=2"), ({"slack": 9}, "numbers up to 8")],
 )  # fmt: skip
 def test_configs_that_no_kernel_has(change: dict[str, int], words: str) -> None:
     base = Sm90Config(block_m=128, block_n=128, stages=2, q_stages=2, ping_pong=True, tma_store=True)
     with pytest.raises(ValueError, match=words):
         dataclasses.replace(base, **change)
+
+
+def test_neither_family_takes_more_slack_than_the_softmax_has() -> None:
+    with pytest.raises(ValueError, match="slack is 9; accepted are numbers up to 8"):
+        Sm80Config(block_m=64, block_n=64, warps=4, stages=2, q_registers=0, ctas=1, slack=9)
 
 
 def test_narrow_accesses_are_for_the_other_family() -> None:
