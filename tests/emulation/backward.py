@@ -81,13 +81,14 @@ class Run:
 
 
 def _plan(request: BackwardRequest, arch: str, config: BackwardConfig | None) -> backward_plan.BackwardPlan:
-    """The product's own plan, of a device that has ``arch`` and kernels that need no loading."""
+    """The product's own plan, of a device that has ``arch`` and Ampere-style kernels that need no loading."""
 
     def load(problem: AttentionProblem, device: int) -> mock.Mock:
         chosen = config if config and problem.task == "backward" else kernels.select_config(problem)
         return mock.Mock(problem=problem, config=chosen)
 
     with (
+        kernels.use_family("backward_sm80"),
         mock.patch.object(jit, "kernel_for", side_effect=load),
         mock.patch.object(jit, "device_arch", return_value=ARCHES[arch]),
     ):
