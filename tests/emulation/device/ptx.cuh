@@ -79,6 +79,7 @@ DEVICE float exp2_approx(float x) { return flush_subnormal(exp2f(flush_subnormal
 DEVICE float log2_approx(float x) { return flush_subnormal(log2f(flush_subnormal(x))); }
 DEVICE float rcp_approx(float x) { return flush_subnormal(1.f / flush_subnormal(x)); }
 DEVICE float max_f32(float a, float b) { return a == 0.f && b == 0.f ? a + b : fmaxf(a, b); }   // +0 is above -0; a NaN loses
+DEVICE float min_f32(float a, float b) { return a == 0.f && b == 0.f ? -(-a + -b) : fminf(a, b); }   // -0 is below +0; a NaN loses
 DEVICE float min_nan_f32(float a, float b) { return a != a || b != b ? a + b : fminf(a, b); }
 DEVICE float fma_f32(float a, float b, float c) { return fmaf(a, b, c); }
 DEVICE float mul_f32(float a, float b) {
