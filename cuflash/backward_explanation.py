@@ -10,7 +10,7 @@ from typing import Any, cast
 from . import driver, jit, kernels
 from .arch import Arch
 from .arrays import CPU
-from .backward_config import BackwardConfig
+from .backward_config import MainConfig
 from .backward_cost import BackwardSchedule, backward_bytes, backward_flops, backward_standard_bytes
 from .backward_kernels import backward_grid, problems_for
 from .backward_plan import ROW_TILE, BackwardPlan, plan_with
@@ -115,7 +115,7 @@ class BackwardCall:
     def schedule(self, plan: BackwardPlan, device: DeviceModel) -> BackwardSchedule:
         """The order of the main kernel's work, for the cost model."""
         first, main, _ = plan.launches
-        config, padded_rows = cast(BackwardConfig, main.loaded.config), first.blocks * ROW_TILE
+        config, padded_rows = cast(MainConfig, main.loaded.config), first.blocks * ROW_TILE
         assert plan.workspace is not None
         sizes = jit.sizes_of(self.request.forward)
         grid = backward_grid(main.loaded.problem, config, sizes, self.request.deterministic)
