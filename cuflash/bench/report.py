@@ -18,9 +18,10 @@ TITLES = {
     "flash": "torch flash (FA2)",
     "cudnn": "torch cuDNN",
     "efficient": "torch efficient",
+    "flash3": "FlashAttention-3",
 }
 FAMILIES = (OURS, OURS_SM80)
-RATIOS = ((OURS, "flash"), (OURS, "cudnn"), (OURS_SM80, "flash"), (OURS_FIXED, OURS))
+RATIOS = ((OURS, "flash"), (OURS, "cudnn"), (OURS, "flash3"), (OURS_SM80, "flash"), (OURS_FIXED, OURS))
 """Whose multiples of whom the tables show."""
 FLOPS = {
     "forward": "2 B H N² (D + Dv)",

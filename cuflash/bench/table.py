@@ -18,7 +18,6 @@ from .measure import Spread, Timer, device_times
 from .peers import OURS, OURS_SM80, Contestant, Refusal
 
 MAIN_HEAD_DIMS = (64, 128, 256)
-PEERS = ("flash", "cudnn", "efficient")
 
 PassName = Literal["forward", "backward"]
 
