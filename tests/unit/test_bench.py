@@ -230,7 +230,8 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(f"cuflash.driver.{name}", value)
     monkeypatch.setattr("cuflash.compiler.nvrtc_build", lambda: "13.0.1")
     monkeypatch.setattr("cuflash.bench.inputs.TOKENS", 128)
-    for module in (runner, overhead, training):
+    monkeypatch.setattr(runner, "known_peers", lambda: ())
+    for module in (overhead, training):
         monkeypatch.setattr(module, "torch_available", lambda: False)
     for module in (overhead, training):
         monkeypatch.setattr(module, "SMALL", (1, 8, 1, 8))

@@ -361,6 +361,7 @@ class Consumer:
         self.warpgroup, self.warp, self.elected = warpgroup, warp, warp == 0
         self.k_stage = self.v_stage = Position(self.config.stages)
         self.buffer = Position(self.config.q_stages)
+        self.loading = False  # Q is on its way to registers
         self.t = self.received = 0  # the work tile, and how many have been received
         self.first = self.skipped = 0  # the tile's first step that is the consumer's own; steps still to hand back
         self.key_tile: tuple[int, int] = (0, 0)  # of the last S: what P V will need
@@ -440,8 +441,9 @@ class Consumer:
             yield kernel.k_full[self.k_stage.index].wait(self.k_stage)
         yield from self.take_turn()
         reads = [Read(kernel.k, self.k_stage.index, (t, j))]
-        if not self.config.q_registers:
-            reads += [self.read_of_queries(t, buffer, warp) for warp in range(WARPS)]
+        if not self.config.q_registers or self.loading:
+            reads += [Read(kernel.q[buffer.index][self.warpgroup], warp, ("Q", t)) for warp in range(WARPS)]
+        self.loading = False
         self.products.issue(self.warp, reads)
         if kernel.fault == "K given back before its product is done":
             self.release(kernel.k_empty, self.k_stage)
@@ -461,21 +463,15 @@ class Consumer:
     def advance(self) -> None:
         self.v_stage, self.k_stage = self.k_stage, self.k_stage.next()
 
-    def read_of_queries(self, t: int, at: Position, warp: int) -> Read:
-        return Read(self.kernel.q[at.index][self.warpgroup], warp, ("Q", t))
-
-    def receive_queries(self, t: int, at: Position) -> Process:
+    def receive_queries(self, at: Position) -> Process:
         if self.kernel.fault != "Q used without waiting":
             yield self.kernel.q_full[at.index][self.warpgroup].wait(at)
-        if self.config.q_registers:
-            self.read_of_queries(t, at, self.warp).check()
-            yield None
-            self.read_of_queries(t, at, self.warp).check()
+        self.loading = True  # no barrier waits for what ldmatrix reads; the first product does
+        if self.kernel.fault == "next Q let in before the first product is done":
+            self.let_next_queries_in()
 
-    def let_next_queries_in(self) -> Process:
-        if self.kernel.fault != "Q let in before all warps have read the one before":
-            yield self.kernel.joins[self.warpgroup].sync()
-        if self.elected and self.kernel.fault != "no Q let in":
+    def let_next_queries_in(self) -> None:
+        if one_buffer(self.config) and self.elected and self.kernel.fault != "no Q let in":
             self.kernel.q_empty[0][self.warpgroup].arrive()
 
     def release_queries(self, buffer: Position, last: bool) -> None:
@@ -507,15 +503,15 @@ class Consumer:
     def first_step(self) -> Process:
         t, j = self.t, self.first
         yield from self.skip_steps()
-        yield from self.receive_queries(t, self.buffer)
-        if one_buffer(self.config):
-            yield from self.let_next_queries_in()
+        yield from self.receive_queries(self.buffer)
         yield from self.multiply_qk(t, j, self.buffer)
         self.pass_turn()
         self.key_tile = t, j
         yield self.products.wait(self.warp, 0)
         self.release_k(self.k_stage)
         self.release_queries(self.buffer, self.last_of(t, j))
+        if self.kernel.fault != "next Q let in before the first product is done":
+            self.let_next_queries_in()
         self.advance()
         yield None
 
@@ -532,7 +528,7 @@ class Consumer:
         yield from self.skip_steps()
         if self.kernel.fault == "O before the next Q is read" and one_buffer(self.config):
             self.kernel.q[0][self.warpgroup][self.warp] = "O", self.t
-        yield from self.receive_queries(t, next_buffer)
+        yield from self.receive_queries(next_buffer)
         yield from self.multiply_both(t, j, next_buffer)
         k, v = self.k_stage, self.v_stage
         self.advance()
@@ -613,7 +609,7 @@ FAULTS = {
     "K used without waiting": (READ,),
     "Q used without waiting": (READ,),
     "Q loaded without waiting": (READ, ARRIVALS),
-    "Q let in before all warps have read the one before": (READ,),
+    "next Q let in before the first product is done": (READ,),
     "no Q let in": ("deadlock",),
     "last O before the one before has left": (READ,),
     "O before the next Q is read": (READ,),
@@ -717,9 +713,9 @@ MODELLED = {
     "Consumer.advance": "advance",
     "Consumer.receive_queries": "wait:q_full",
     "Consumer.release_queries": "arrive:q_empty",
-    "Consumer.let_next_queries_in": "named_barrier_sync arrive:q_empty",
-    "Consumer.first_step": "skip_steps receive_queries let_next_queries_in multiply_qk pass_turn wgmma_wait<0>"
-    " arrive:k_empty release_queries advance",
+    "Consumer.let_next_queries_in": "arrive:q_empty",
+    "Consumer.first_step": "skip_steps receive_queries multiply_qk pass_turn wgmma_wait<0> arrive:k_empty"
+    " release_queries let_next_queries_in advance",
     "Consumer.step": "multiply_both advance wgmma_wait<1> release_queries finish_products",
     "Consumer.boundary_step": "advance skip_steps receive_queries multiply_both advance wgmma_wait<1> release_queries"
     " finish_products epilogue",
