@@ -176,6 +176,12 @@ def ratio(row: dict[str, Any], peer: str, name: str = OURS) -> float | None:
     return float(results[peer]["milliseconds"]["median"] / results[name]["milliseconds"]["median"])
 
 
+def ratio_to_fastest(row: dict[str, Any]) -> float | None:
+    """How many times faster than the fastest peer of a row cuflash is; None without one."""
+    ratios = [ratio(row, name) for name in row["results"] if not name.startswith(OURS)]
+    return min((value for value in ratios if value is not None), default=None)
+
+
 def derived_ratio(row: dict[str, Any], which: PassName, device: str) -> float | None:
     """Cuflash's multiple of the best public kernel, through cuDNN, which both were timed beside; None if unknown."""
     case, over_cudnn = row["case"], ratio(row, "cudnn")

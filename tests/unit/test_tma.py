@@ -456,7 +456,8 @@ def test_labels_tell_configs_apart() -> None:
     labels = {dataclasses.replace(base, **change).label for change in ({}, *changes)}
     assert len(labels) == len(changes) + 1
     assert (
-        dataclasses.replace(base, exact=True, dynamic=False, ping_pong=False, tma_store=False).label == "m128n128s2q2r0x"
+        dataclasses.replace(base, exact=True, dynamic=False, ping_pong=False, tma_store=False).label
+        == "m128n128s2q2r0x"
     )
 
 
