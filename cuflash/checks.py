@@ -71,7 +71,7 @@ def check_call(
         out=operands[3] if out is not None else None,
         layout=layout,
         causal=check_causal(causal),
-        scale=_check_scale(scale, q),
+        scale=check_scale(scale, q.shape[3], on_gpu=q.device != CPU),
         return_lse=check_flag("return_lse", return_lse),
     )
     if request.out is not None:
@@ -123,13 +123,14 @@ def check_number(scale: Any) -> float:
         return math.inf
 
 
-def _check_scale(scale: Any, q: Operand) -> float:
+def check_scale(scale: Any, head_dim: int, *, on_gpu: bool) -> float:
+    """The scale of a call, as a float."""
     if scale is None:
-        return 1 / math.sqrt(q.shape[3])
+        return 1 / math.sqrt(head_dim)
     value = check_number(scale)
     if not math.isfinite(value):
         raise ValueError(f"scale is {value}; accepted is any finite number")
-    if q.device != CPU and abs(value) * LOG2_E > FLOAT32_MAX:
+    if on_gpu and abs(value) * LOG2_E > FLOAT32_MAX:
         raise ValueError(f"scale is {value}; on the GPU scale * log2(e) must be finite in float32 (below 3.4e38)")
     return value
 
