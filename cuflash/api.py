@@ -113,9 +113,7 @@ def _attend_quantized(
         raise ValueError(f"precision is {precision!r}; accepted are None and 'fp8'")
     quantized = isinstance(q, QuantizedTensor)
     if not quantized and precision is None:
-        raise TypeError(
-            "out_dtype belongs to quantized operands; without precision='fp8' the result has the dtype of q"
-        )
+        raise TypeError("out_dtype is for quantized operands; without precision='fp8' the result has the dtype of q")
     attend = quantized_attention.attention_quantized if quantized else quantized_attention.attention_quantizing
     return attend(
         q, k, v, causal=causal, scale=scale, layout=layout, return_lse=return_lse, out=out, out_dtype=out_dtype

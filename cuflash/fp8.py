@@ -34,7 +34,7 @@ class Format(NamedTuple):
     largest: float
 
     def encode(self, x: Array) -> Array:
-        """Round float32 numbers to the nearest code, ties to even; beyond the largest number they become that, NaN a NaN.
+        """Round float32 numbers to the nearest code, ties to even. Beyond the largest number they become it; NaN stays.
 
         Integer arithmetic on the bits of the magnitudes: normal numbers are rounded where the mantissa ends, and the
         exponent is moved; below the normal range, codes count the smallest subnormal number.
@@ -61,7 +61,8 @@ class Format(NamedTuple):
             numbers[above & (mantissas == 0)] = np.inf
             above &= mantissas != 0
         numbers[above] = np.nan
-        return np.where(codes & 0x80, -numbers, numbers).astype(np.float32)
+        signed: Array = np.where(codes & 0x80, -numbers, numbers)
+        return signed.astype(np.float32)
 
 
 E4M3 = Format("float8_e4m3fn", mantissa_bits=3, bias=7, largest=448.0)

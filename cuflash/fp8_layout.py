@@ -1,15 +1,15 @@
 """How quantized operands lie in memory. The kernels read what stands here, and the quantizers write it.
 
-Q, K and V are cut into tiles of `TILE` tokens of one head; each has a scale. Rows are padded with zeros to a multiple of
-`PAD` columns, so that every row begins at a multiple of 16 bytes.
+Q, K and V are cut into tiles of `TILE` tokens of one head; each has a scale. Rows are padded with zeros to a multiple
+of `PAD` columns, so that every row begins at a multiple of 16 bytes.
 
 ``"rows"``: one code after the other, C-contiguous: (batch, seq, heads, padded dim) in the layout "bshd" and (batch,
 heads, seq, padded dim) in "bhsd". Q and K lie so always.
 
-``"vt128"``: V transposed, (batch, heads, tiles, padded dim * 128): each tile an image of the shared memory that an 8-bit
-``wgmma`` reads. It has a row of 128 bytes, its tokens, for each column of V; the 16-byte unit u of row d stands at unit
-``u ^ (d % 8)`` (the 128-byte swizzle); inside a unit, the tokens stand in the order `TOKENS`, in which a thread holds
-its probabilities after the first product. Tokens behind the last one are zeros.
+``"vt128"``: V transposed, (batch, heads, tiles, padded dim * 128): each tile an image of the shared memory that an
+8-bit ``wgmma`` reads. It has a row of 128 bytes, its tokens, for each column of V; the 16-byte unit u of row d stands
+at unit ``u ^ (d % 8)`` (the 128-byte swizzle); inside a unit, the tokens stand in the order `TOKENS`, in which a thread
+holds its probabilities after the first product. Tokens behind the last one are zeros.
 """
 
 from __future__ import annotations

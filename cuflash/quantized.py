@@ -101,8 +101,8 @@ class QuantizedTensor:
             scales = scale
         else:
             raise ValueError(
-                f"scale has shape {tuple(scale.shape)} and dtype {scale.dtype}; accepted are a number and a C-contiguous "
-                f"float32 array of shape {shape}, (batch, heads, tiles of {TILE} tokens)"
+                f"scale has shape {tuple(scale.shape)} and dtype {scale.dtype}; accepted are a number and a "
+                f"C-contiguous float32 array of shape {shape}, (batch, heads, tiles of {TILE} tokens)"
             )
         return cls(payload, scales, mean, form.name, role, layout, ROWS, tuple(x.shape), source_dtype, seed)
 
@@ -177,8 +177,8 @@ class QuantizedTensor:
 
     def to_host(self) -> QuantizedTensor:
         """The same in NumPy arrays; copies what is on a GPU, after all work that is queued for it."""
-        arrays = {name: _to_numpy(x) for name, x in self._arrays().items()}
-        return replace(self, **arrays)
+        mean = None if self.mean is None else _to_numpy(self.mean)
+        return replace(self, payload=_to_numpy(self.payload), scales=_to_numpy(self.scales), mean=mean)
 
     def dequantize(self) -> Any:
         """The real values that the codes stand for, float32, in the shape of what was quantized.
@@ -196,16 +196,10 @@ class QuantizedTensor:
 
     # --- arrays of the tensor's kind -------------------------------------------------------------------------------
 
-    def _arrays(self) -> dict[str, Any]:
-        named = {"payload": self.payload, "scales": self.scales, "mean": self.mean}
-        return {name: x for name, x in named.items() if x is not None}
-
     def _host(self, x: Any) -> Array:
         """One of its arrays as a NumPy array."""
         if self.device != CPU:
-            raise UnsupportedError(
-                f"the tensor is on cuda:{self.device}; this is done on the host: call to_host() first"
-            )
+            raise UnsupportedError(f"the tensor is on cuda:{self.device}; this is done on the host: take to_host()")
         return self.kind.numpy(x)  # type: ignore[no-any-return]
 
     def _like(self, values: Array) -> Any:
