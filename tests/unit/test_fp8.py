@@ -39,7 +39,7 @@ def test_every_code(form: Format) -> None:
 
 @EACH
 def test_every_tie_and_its_neighbours(form: Format) -> None:
-    """Midpoints of neighbouring codes, and the float32 numbers beside them; subnormal codes and both zeros among them."""
+    """Midpoints of neighbouring codes, and the float32 numbers beside them; subnormal codes and zeros among them."""
     numbers = np.unique(form.values()[np.isfinite(form.values())])
     ties = ((numbers[1:].astype(np.float64) + numbers[:-1]) / 2).astype(np.float32)
     for x in (ties, np.nextafter(ties, np.float32(np.inf)), np.nextafter(ties, np.float32(-np.inf)), numbers):

@@ -176,7 +176,7 @@ def test_anything(
     center: bool,
     specials: list[float],
 ) -> None:
-    """Sizes from the smallest subnormal number on, with zeros, infinities, NaNs, subnormal and huge numbers in places."""
+    """Sizes from the smallest subnormal number on, and zeros, infinities, NaNs, tiny and huge numbers in places."""
     rng = np.random.default_rng(seed)
     with np.errstate(all="ignore"):
         values = np.ldexp(rng.standard_normal((1, length, 1, dim)), exponent)
@@ -293,8 +293,10 @@ def test_outliers_are_exact_and_cost_their_tile_alone() -> None:
 @given(seed=st.integers(0, 2**32 - 1), dim=st.integers(1, 130), role=st.sampled_from("qkv"), hadamard=st.booleans())
 @settings(max_examples=40, deadline=None)
 def test_round_trip(seed: int, dim: int, role: str, hadamard: bool) -> None:
-    """A code is within half a step of its value: 2^-4 of it, or 2^-10 scales below the normal range. A rotation keeps
-    the norm of the errors of a row."""
+    """A code is within half a step of its value: 2^-4 of it, or 2^-10 scales below the normal range.
+
+    A rotation keeps the norm of a row's errors.
+    """
     rng = np.random.default_rng(seed)
     x = randn(rng, (1, 140, 2, dim), "float32") + rng.standard_normal(dim).astype(np.float32) * 5
     result = cuflash.quantize(x, role=role, hadamard=hadamard)  # type: ignore[arg-type]
