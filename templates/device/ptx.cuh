@@ -152,6 +152,19 @@ DEVICE void unpack_pair(u32 pair, float& low, float& high) {
     }
 }
 
+// Four fp32 values as 8-bit floats, the first one in the lowest byte: round to nearest even, saturate; NaN becomes 0x7f. From sm_89 on.
+template <bool kE5m2>
+DEVICE u32 pack_float8x4(float a, float b, float c, float d) {
+    u32 r;
+    if constexpr (kE5m2)
+        asm("{.reg .b16 l, h; cvt.rn.satfinite.e5m2x2.f32 l, %2, %1; cvt.rn.satfinite.e5m2x2.f32 h, %4, %3; mov.b32 %0, {l, h};}"
+            : "=r"(r) : "f"(a), "f"(b), "f"(c), "f"(d));
+    else
+        asm("{.reg .b16 l, h; cvt.rn.satfinite.e4m3x2.f32 l, %2, %1; cvt.rn.satfinite.e4m3x2.f32 h, %4, %3; mov.b32 %0, {l, h};}"
+            : "=r"(r) : "f"(a), "f"(b), "f"(c), "f"(d));
+    return r;
+}
+
 // ---- arithmetic (9.7.3)
 
 DEVICE float exp2_approx(float x) { float y; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }

@@ -72,6 +72,14 @@ DEVICE void unpack_pair(u32 pair, float& low, float& high) {
     high = emulation::from_element((u16)(pair >> 16), kBf16);
 }
 
+template <bool kE5m2>
+DEVICE u32 pack_float8x4(float a, float b, float c, float d) {
+    const float four[4] = {a, b, c, d};
+    u32 word = 0;
+    for (int i = 0; i < 4; i++) word |= (u32)emulation::to_float8(four[i], kE5m2) << (8 * i);
+    return word;
+}
+
 // ---- arithmetic; .ftz flushes subnormal inputs and results to zero of the same sign
 
 DEVICE float flush_subnormal(float x) { return fabsf(x) < __FLT_MIN__ ? copysignf(0.f, x) : x; }
