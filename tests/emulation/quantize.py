@@ -1,4 +1,4 @@
-"""Runs the kernels of the quantizer on the CPU the way the product runs them on a GPU, and holds them against NumPy's."""
+"""Runs the kernels of the quantizer on the CPU as the product runs them on a GPU, and holds them against NumPy's."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def assert_as_numpy(case: QuantizeCase, tensors: Mapping[str, Tensor]) -> None:
 
 
 def check(case: QuantizeCase, values: Mapping[str, np.ndarray] | None = None) -> Report:
-    """Run a case with copies landing early and late, in two warp orders, and check all of it; returns the last report."""
+    """Run a case with copies landing early and late, in two warp orders, and check all of it."""
     report = Report()
     for timing in (Timing(late=False, seed=1), Timing(late=True, seed=2)):
         tensors = case.tensors(case.values() if values is None else values)
