@@ -244,6 +244,18 @@ def check_gpu(request: Request, others: Iterable[Operand] = ()) -> None:
             f"q, k and v have dtype {request.q.dtype}; the GPU kernels take float16 and bfloat16: cast them, "
             "for example q.astype('float16') or q.to(torch.bfloat16), or pass NumPy arrays to run on the CPU"
         )
+    check_placed(operands)
+    for name, length in (("q", request.seqlen_q), ("k and v", request.seqlen_k)):
+        if length >= MAX_LENGTH:
+            raise UnsupportedError(f"{name} has sequence length {length}; the GPU kernels take less than {MAX_LENGTH}")
+    if request.batch * request.heads > MAX_BATCH_HEADS:
+        raise UnsupportedError(
+            f"batch * heads is {request.batch} * {request.heads}; the GPU kernels take up to {MAX_BATCH_HEADS} in all"
+        )
+
+
+def check_placed(operands: Iterable[Operand]) -> None:
+    """Refuse arrays on a GPU whose elements are not aligned to their size."""
     for x in operands:
         item = ITEM_BYTES[x.dtype]
         if (
@@ -254,13 +266,6 @@ def check_gpu(request: Request, others: Iterable[Operand] = ()) -> None:
                 f"{x.name} lies at address {x.address:#x} with strides {x.strides} (bytes); "
                 f"on the GPU they must be multiples of the element size, {item}"
             )
-    for name, length in (("q", request.seqlen_q), ("k and v", request.seqlen_k)):
-        if length >= MAX_LENGTH:
-            raise UnsupportedError(f"{name} has sequence length {length}; the GPU kernels take less than {MAX_LENGTH}")
-    if request.batch * request.heads > MAX_BATCH_HEADS:
-        raise UnsupportedError(
-            f"batch * heads is {request.batch} * {request.heads}; the GPU kernels take up to {MAX_BATCH_HEADS} in all"
-        )
 
 
 def check_apart(request: Request) -> None:

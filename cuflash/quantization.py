@@ -7,7 +7,7 @@ from typing import Any, cast
 import numpy as np
 
 from .arrays import CPU, Operand, kind_of
-from .checks import check_fellow, check_flag, check_layout, check_shapes
+from .checks import check_fellow, check_flag, check_layout, check_placed, check_shapes
 from .errors import UnsupportedError
 from .fp8 import Float8, Format, format_of
 from .fp8_layout import IMAGE, ROWS, TILE, by_head, image_shape, pack_image, padded, tiles
@@ -160,28 +160,51 @@ def _check_dim(x: Operand) -> None:
 
 def _quantize(operands: dict[str, Operand], options: _Options) -> list[QuantizedTensor]:
     """The operands by role, quantized."""
-    results = [_new(cast(Role, role), x, options) for role, x in operands.items()]
-    if results[0].device != CPU:
-        raise UnsupportedError("arrays on a GPU are not quantized yet: quantize NumPy arrays")
-    for x, result in zip(operands.values(), results, strict=True):
-        _fill_on_cpu(x, result, options)
+    first = next(iter(operands.values()))
+    if first.device == CPU:
+        results = [_new(cast(Role, role), x, options)[0] for role, x in operands.items()]
+        for x, result in zip(operands.values(), results, strict=True):
+            _fill_on_cpu(x, result, options)
+        return results
+    check_placed(operands.values())
+    if first.kind.current_device() == first.device:
+        return _quantize_on_gpu(operands, options)
+    with first.kind.on_device(first.device):
+        return _quantize_on_gpu(operands, options)
+
+
+def _quantize_on_gpu(operands: dict[str, Operand], options: _Options) -> list[QuantizedTensor]:
+    """The same on the current device."""
+    from . import quantize_plan
+
+    e5m2 = options.form.name == "float8_e5m2"
+    sources = quantize_plan.Sources(operands, options.layout, e5m2, options.seed, options.center)
+    plan = quantize_plan.plan_for(sources)
+    results, addresses = [], {role: x.address for role, x in operands.items()}
+    for role, x in operands.items():
+        result, at = _new(cast(Role, role), x, options)
+        results.append(result)
+        addresses |= {f"{role}_{name}": address for name, address in at.items()}
+    first = next(iter(operands.values()))
+    plan.launch(addresses, first.kind.stream(first.device))
     return results
 
 
-def _new(role: Role, x: Operand, options: _Options) -> QuantizedTensor:
-    """A result with arrays that nothing has been written to yet."""
+def _new(role: Role, x: Operand, options: _Options) -> tuple[QuantizedTensor, dict[str, int]]:
+    """A result with arrays that nothing has been written to yet, and their addresses."""
     batch, seq, heads, dim = (x.shape[axis] for axis in AXES[options.layout])
     storage = IMAGE if role == "v" else ROWS
     shape = image_shape(batch, heads, seq, dim) if role == "v" else (*x.shape[:3], padded(dim))
-    payload, _ = x.kind.empty(x.array, shape, "uint8")
-    scales, _ = x.kind.empty(x.array, (batch, heads, tiles(seq)), "float32")
-    mean = None
+    arrays = {
+        "payload": x.kind.empty(x.array, shape, "uint8"),
+        "scales": x.kind.empty(x.array, (batch, heads, tiles(seq)), "float32"),
+    }
     if options.center and role != "q":
-        mean, _ = x.kind.empty(x.array, (batch, heads, padded(dim)), "float32")
-    return QuantizedTensor(
-        payload=payload,
-        scales=scales,
-        mean=mean,
+        arrays["mean"] = x.kind.empty(x.array, (batch, heads, padded(dim)), "float32")
+    result = QuantizedTensor(
+        payload=arrays["payload"][0],
+        scales=arrays["scales"][0],
+        mean=arrays["mean"][0] if "mean" in arrays else None,
         dtype=options.form.name,
         role=role,
         layout=options.layout,
@@ -190,6 +213,7 @@ def _new(role: Role, x: Operand, options: _Options) -> QuantizedTensor:
         source_dtype=x.dtype,
         seed=None if role == "v" else options.seed,
     )
+    return result, {name: address for name, (_, address) in arrays.items()}
 
 
 def _fill_on_cpu(x: Operand, result: QuantizedTensor, options: _Options) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+import operator
+from collections.abc import Hashable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from . import driver, jit
@@ -18,7 +20,7 @@ from .request import AXES, TILE_ROWS, WIDEST_ACCESS, contiguous_strides
 if TYPE_CHECKING:
     from .jit import LoadedKernel
 
-__all__ = ["QuantizePlan", "Sources", "make_plan"]
+__all__ = ["QuantizePlan", "Sources", "make_plan", "plan_for"]
 
 MAX_WORK = 2**30
 """Tiles of a call: the kernel counts them in 32 bits, and goes at most a grid beyond."""
@@ -125,6 +127,18 @@ class QuantizePlan:
         for launch, arguments in zip(self.launches, self._arguments, strict=True):
             launch.pack_into(buffer.block, addresses)
             driver.launch(*arguments, stream, buffer.address)
+
+
+def plan_for(sources: Sources) -> QuantizePlan:
+    """The plan of a GPU call, from the table if there was one like it."""
+    aligned = functools.reduce(operator.or_, (x.address for x in sources.operands.values())) % WIDEST_ACCESS
+    arrays = tuple((role, x.dtype, x.device, x.shape, x.strides) for role, x in sources.operands.items())
+    key: Hashable = (arrays, aligned, *sources[1:])
+    plan = jit.QUANTIZE_PLANS.get(key)
+    if plan is None:
+        plan = make_plan(sources)
+        jit.keep(jit.QUANTIZE_PLANS, key, plan, jit.MAX_PLANS)
+    return plan
 
 
 def make_plan(sources: Sources) -> QuantizePlan:
