@@ -222,7 +222,8 @@ def remove(gpu: FakeGpu) -> None:
     """Give CuPy its own allocator back; the rest is the monkeypatch's."""
     if gpu.cupy is not None:
         gpu.cupy.cuda.set_allocator(gpu.cupy.get_default_memory_pool().malloc)
-    jit.forget_plans()
+    for table in (jit.PLANS, jit.BACKWARD_PLANS, jit.QUANTIZE_PLANS):
+        table.clear()
 
 
 def fill_dead(out: Array, lse: Array) -> None:
