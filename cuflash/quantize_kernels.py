@@ -17,8 +17,6 @@ from .problem import DTYPES, AttentionProblem
 
 __all__ = ["FAMILIES", "MEANS", "QUANTIZE", "QuantizeConfig", "QuantizeMeansConfig", "shipped_problems"]
 
-PART_COLUMNS = 64
-"""kLaneColumns in device/float8.cuh."""
 
 SIGN_BITS = CType("SignBits", "8I", 32, 4)
 
@@ -29,8 +27,10 @@ class QuantizeConfig(KernelConfig):
 
     Parameters
     ----------
-    parts : {1, 2, 4}
-        Threads for each of a tile's tokens; each has 64 columns.
+    columns : {32, 64}
+        Columns of a token of Q or K that a thread has.
+    parts : {1, 2, 4, 8}
+        Threads for each of a tile's tokens, as many as it takes.
     stages : {1, 2}
         Tiles in shared memory. With two, the next one arrives while one is in work.
     ctas : int
@@ -40,6 +40,7 @@ class QuantizeConfig(KernelConfig):
     family: ClassVar[str] = "quantize"
 
     parts: int
+    columns: int = 64
     stages: int = 2
     ctas: int = field(default=1)
 
@@ -49,11 +50,11 @@ class QuantizeConfig(KernelConfig):
 
     @property
     def label(self) -> str:
-        return f"p{self.parts}s{self.stages}c{self.ctas}"
+        return f"p{self.parts}n{self.columns}s{self.stages}c{self.ctas}"
 
     @property
     def summary(self) -> str:
-        return f"{self.threads} threads, {self.stages} stages, {self.ctas} blocks on a multiprocessor"
+        return f"{self.threads} threads with {self.columns} columns, {self.stages} stages, {self.ctas} blocks on a multiprocessor"
 
     def stage_bytes(self, problem: AttentionProblem) -> int:
         """A tile as it comes; its codes, which take its place, are never larger."""
@@ -63,7 +64,7 @@ class QuantizeConfig(KernelConfig):
         """Tiles, the signs of the rotation over a row, the maximum of each warp."""
         return [
             ("tiles", self.stages * self.stage_bytes(problem)),
-            ("signs", 2 * PART_COLUMNS * self.parts),
+            ("signs", 2 * self.columns * self.parts),
             ("maxima", self.threads // 32 * 4),
         ]
 

@@ -46,9 +46,10 @@ constexpr float kTinyScale = 0x1p-80f, kLift = 0x1p64f;
 // The largest magnitude of some values, without NaN and infinities; these become NaN.
 template <int kCount>
 DEVICE float largest_finite(float (&x)[kCount]) {
-    float largest = 0.f;
+    float several[4] = {}, largest;   // side by side, since each waits for the one before
     #pragma unroll
-    for (int i = 0; i < kCount; i++) largest = max_f32(largest, fabsf(x[i]));   // a NaN loses
+    for (int i = 0; i < kCount; i++) several[i % 4] = max_f32(several[i % 4], fabsf(x[i]));   // a NaN loses
+    largest = max_f32(max_f32(several[0], several[1]), max_f32(several[2], several[3]));
     if (is_finite(largest)) return largest;
     largest = 0.f;
     #pragma unroll
@@ -74,9 +75,7 @@ DEVICE constexpr float hadamard_norm(int size) {
          : size == 16 ? 0.25f : size == 8 ? 0.35355339059327379f : size == 4 ? 0.5f : size == 2 ? 0.70710678118654757f : 1.f;
 }
 
-constexpr int kLaneColumns = 64;
-
-// Sums and differences inside a lane's columns, of which the first kColumns are in whole blocks or make up some.
+// Sums and differences of the first kColumns of a lane's columns, which are whole blocks.
 template <int kColumns, int kDistance = 1, int kCount>
 DEVICE void butterflies(float (&x)[kCount]) {
     if constexpr (2 * kDistance <= kColumns) {
@@ -91,9 +90,9 @@ DEVICE void butterflies(float (&x)[kCount]) {
     }
 }
 
-// Rotates rows whose signs are applied. Each lane has the columns from 64 * part on of one row (kCount of them, others do not exist); its
-// warp has kParts parts of each row, the next part of which is kStep lanes on.
-template <int kHeadDim, int kParts, int kStep, int kCount>
+// Rotates rows whose signs are applied. Each lane has kLaneColumns columns of one row, a power of two, from kLaneColumns * part on (kCount of
+// them; others do not exist); its warp has kParts parts of each row, the next part of which is kStep lanes on.
+template <int kHeadDim, int kLaneColumns, int kParts, int kStep, int kCount>
 DEVICE void rotate(float (&x)[kCount], int part) {
     constexpr int kWhole = kHeadDim / kLaneColumns, kRest = kHeadDim % kLaneColumns;
     if (kRest > 0 && part == kWhole) {
@@ -105,17 +104,19 @@ DEVICE void rotate(float (&x)[kCount], int part) {
         if (kRest == 0 || part != kWhole) butterflies<kLaneColumns>(x);
         #pragma unroll
         for (int distance = 1; distance < kParts; distance *= 2) {
-            const int taking = kWhole / (2 * distance) * (2 * distance);   // parts of blocks larger than the distance
+            const int taking = kWhole / (2 * distance) * (2 * distance);   // parts, in blocks larger than the distance
             if (taking == 0) break;
             const float sign = part & distance ? -1.f : 1.f;
             #pragma unroll
             for (int i = 0; i < kCount; i++) {
                 const float other = shuffle_xor(x[i], distance * kStep);
-                if (part < taking) x[i] = fma_f32(x[i], sign, other);
+                if (taking == kParts || part < taking) x[i] = fma_f32(x[i], sign, other);
             }
         }
-        const float norm = part < kWhole / 4 * 4 ? hadamard_norm(256) : part < kWhole / 2 * 2 ? hadamard_norm(128)
-                         : part < kWhole ? hadamard_norm(64) : 1.f;
+        float norm = 1.f;
+        #pragma unroll
+        for (int size = kLaneColumns; size <= 256; size *= 2)
+            if (part < kHeadDim / size * (size / kLaneColumns)) norm = hadamard_norm(size);
         #pragma unroll
         for (int i = 0; i < kCount; i++) x[i] = mul_f32(x[i], norm);
     }
