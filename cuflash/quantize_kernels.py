@@ -54,18 +54,19 @@ class QuantizeConfig(KernelConfig):
 
     @property
     def summary(self) -> str:
-        return f"{self.threads} threads with {self.columns} columns, {self.stages} stages, {self.ctas} blocks on a multiprocessor"
+        return f"{self.threads} threads of {self.columns} columns, {self.stages} stages, {self.ctas} blocks on an SM"
 
     def stage_bytes(self, problem: AttentionProblem) -> int:
         """A tile as it comes; its codes, which take its place, are never larger."""
         return TILE * max(pitches(problem))
 
     def smem_sizes(self, problem: AttentionProblem) -> Sequence[tuple[str, int]]:
-        """Tiles, the signs of the rotation over a row, the maximum of each warp."""
+        """Tiles, the signs of the rotation over a row, the maximum of each warp, what is known of the tiles to come."""
         return [
             ("tiles", self.stages * self.stage_bytes(problem)),
             ("signs", 2 * self.columns * self.parts),
             ("maxima", self.threads // 32 * 4),
+            ("tickets", 64 * (self.stages + 1)),
         ]
 
 

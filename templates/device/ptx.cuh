@@ -73,6 +73,10 @@ DEVICE T ld_global(const void* p) { return *(const T*)p; }
 template <class T>
 DEVICE void st_global(void* p, const T& value) { *(T*)p = value; }
 
+// The address of something in global memory, where the compiler cannot see that it is there.
+template <class T>
+DEVICE T* global_pointer(u64 address) { return (T*)__cvta_global_to_generic(address); }
+
 // ---- sums in global memory, and whose turn it is to add (9.7.13.6: red; 9.7.9.8: ld.acquire)
 
 // Adds a lane's share of a 16x8 accumulator fragment to the 128 sums at `fragment`. With vectors a lane's four values lie together,

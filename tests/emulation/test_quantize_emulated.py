@@ -157,12 +157,12 @@ def test_the_emulator_sees_missing_barriers(ignored: str) -> None:
 @pytest.mark.parametrize(
     ("kernel", "old", "new"),
     [
-        ("quantize", "row < kTile && row < w.rows()", "row < kTile"),
-        ("quantize", "w.rows() < kTile && token >= w.rows()", "false"),
-        ("quantize", "w.of.mean != nullptr && row < w.rows()", "w.of.mean != nullptr"),
+        ("quantize", "if (row < rows) st_global", "st_global"),
+        ("quantize", "token >= rows", "false"),
+        ("quantize", "address != 0 && row < ticket.rows()", "address != 0"),
         ("quantize", "(unit ^ (column & 7)) * 16", "unit * 16"),
         ("quantize", "piece.token % 16 / 2 * 4", "piece.token % 16 / 2 * 4 % 8"),
-        ("quantize", "(i64)batch * of.heads + head", "(i64)batch * of.heads + tile"),
+        ("quantize", "(i64)batch * heads.divisor + head", "(i64)batch * heads.divisor + tile"),
         ("quantize_means", "(2 * j + 1) * (i64)seqlen", "(2 * j) * (i64)seqlen"),
         ("quantize_means", "half = kGroups / 2", "half = kGroups / 4"),
         ("quantize_means", "? -mean : mean", "? mean : mean"),

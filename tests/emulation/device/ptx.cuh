@@ -39,6 +39,9 @@ DEVICE T ld_global(const void* p) { T v; emulation::load_global(&v, p, (int)size
 template <class T>
 DEVICE void st_global(void* p, const T& value) { emulation::store_global(p, &value, (int)sizeof(T)); }
 
+template <class T>
+DEVICE T* global_pointer(u64 address) { return (T*)address; }
+
 // ---- sums in global memory, and whose turn it is
 
 template <bool kVector>
