@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from .api import attention, warmup
     from .backward import attention_backward
     from .explanation import Explanation, explain
+    from .quantization import quantize, quantize_qkv
+    from .quantized import QuantizedTensor
 
 __version__ = "0.1.0"
 
@@ -26,11 +28,14 @@ __all__ = [
     "DriverError",
     "Explanation",
     "MissingKernelError",
+    "QuantizedTensor",
     "UnsupportedError",
     "__version__",
     "attention",
     "attention_backward",
     "explain",
+    "quantize",
+    "quantize_qkv",
     "warmup",
 ]
 
@@ -40,6 +45,9 @@ _HOMES = {
     "warmup": "api",
     "explain": "explanation",
     "Explanation": "explanation",
+    "quantize": "quantization",
+    "quantize_qkv": "quantization",
+    "QuantizedTensor": "quantized",
 }
 """Names that load their module when they are first used: importing cuflash costs next to nothing."""
 

@@ -28,6 +28,8 @@ def attention(
     layout: str = "bshd",
     return_lse: bool = False,
     out: Any = None,
+    precision: str | None = None,
+    out_dtype: Any = None,
 ) -> Any:
     """Exact attention, softmax(scale * Q K^T + mask) V, without the matrix of scores in memory.
 
@@ -51,6 +53,10 @@ def attention(
     out : array, optional
         Receives the result: of the inputs' kind, dtype and device, with the output's shape, any strides, sharing no
         memory with the inputs.
+    precision : None or "fp8"
+        "fp8": quantize q, k and v on the way, as `cuflash.quantize_qkv` does by default. float64 is not for that.
+    out_dtype : "float16", "bfloat16" or (on the CPU) "float32", optional
+        Of the result, where the operands are quantized: that of what was quantized unless given.
 
     Returns
     -------
@@ -83,7 +89,35 @@ def attention(
     Partitioning, 2023; on Hopper GPUs FlashAttention-3's: Shah et al., FlashAttention-3: Fast and Accurate Attention
     with Asynchrony and Low-precision, 2024.
     """
+    if precision is not None or out_dtype is not None:
+        return _attend_quantized(q, k, v, causal, scale, layout, return_lse, out, precision, out_dtype)
     return compute(q, k, v, causal, scale, layout, return_lse, out, follow=True)
+
+
+def _attend_quantized(
+    q: Any,
+    k: Any,
+    v: Any,
+    causal: Any,
+    scale: Any,
+    layout: Any,
+    return_lse: Any,
+    out: Any,
+    precision: Any = None,
+    out_dtype: Any = None,
+) -> Any:
+    from . import quantized_attention
+    from .quantized import QuantizedTensor
+
+    if precision not in (None, "fp8"):
+        raise ValueError(f"precision is {precision!r}; accepted are None and 'fp8'")
+    quantized = isinstance(q, QuantizedTensor)
+    if not quantized and precision is None:
+        raise TypeError("out_dtype is for quantized operands; without precision='fp8' the result has the dtype of q")
+    attend = quantized_attention.attention_quantized if quantized else quantized_attention.attention_quantizing
+    return attend(
+        q, k, v, causal=causal, scale=scale, layout=layout, return_lse=return_lse, out=out, out_dtype=out_dtype
+    )
 
 
 def compute(
@@ -109,6 +143,8 @@ def compute(
     if kind is None:
         from .arrays import bridge
 
+        if bridge.is_quantized(q):
+            return _attend_quantized(q, k, v, causal, scale, layout, return_lse, out)
         if out is None and bridge.is_traced(q, k, v):
             from .jax import attention as traced_attention
 

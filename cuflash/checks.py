@@ -71,7 +71,7 @@ def check_call(
         out=operands[3] if out is not None else None,
         layout=layout,
         causal=check_causal(causal),
-        scale=_check_scale(scale, q),
+        scale=check_scale(scale, q.shape[3], on_gpu=q.device != CPU),
         return_lse=check_flag("return_lse", return_lse),
     )
     if request.out is not None:
@@ -123,13 +123,14 @@ def check_number(scale: Any) -> float:
         return math.inf
 
 
-def _check_scale(scale: Any, q: Operand) -> float:
+def check_scale(scale: Any, head_dim: int, *, on_gpu: bool) -> float:
+    """The scale of a call, as a float."""
     if scale is None:
-        return 1 / math.sqrt(q.shape[3])
+        return 1 / math.sqrt(head_dim)
     value = check_number(scale)
     if not math.isfinite(value):
         raise ValueError(f"scale is {value}; accepted is any finite number")
-    if q.device != CPU and abs(value) * LOG2_E > FLOAT32_MAX:
+    if on_gpu and abs(value) * LOG2_E > FLOAT32_MAX:
         raise ValueError(f"scale is {value}; on the GPU scale * log2(e) must be finite in float32 (below 3.4e38)")
     return value
 
@@ -243,6 +244,18 @@ def check_gpu(request: Request, others: Iterable[Operand] = ()) -> None:
             f"q, k and v have dtype {request.q.dtype}; the GPU kernels take float16 and bfloat16: cast them, "
             "for example q.astype('float16') or q.to(torch.bfloat16), or pass NumPy arrays to run on the CPU"
         )
+    check_placed(operands)
+    for name, length in (("q", request.seqlen_q), ("k and v", request.seqlen_k)):
+        if length >= MAX_LENGTH:
+            raise UnsupportedError(f"{name} has sequence length {length}; the GPU kernels take less than {MAX_LENGTH}")
+    if request.batch * request.heads > MAX_BATCH_HEADS:
+        raise UnsupportedError(
+            f"batch * heads is {request.batch} * {request.heads}; the GPU kernels take up to {MAX_BATCH_HEADS} in all"
+        )
+
+
+def check_placed(operands: Iterable[Operand]) -> None:
+    """Refuse arrays on a GPU whose elements are not aligned to their size."""
     for x in operands:
         item = ITEM_BYTES[x.dtype]
         if (
@@ -253,13 +266,6 @@ def check_gpu(request: Request, others: Iterable[Operand] = ()) -> None:
                 f"{x.name} lies at address {x.address:#x} with strides {x.strides} (bytes); "
                 f"on the GPU they must be multiples of the element size, {item}"
             )
-    for name, length in (("q", request.seqlen_q), ("k and v", request.seqlen_k)):
-        if length >= MAX_LENGTH:
-            raise UnsupportedError(f"{name} has sequence length {length}; the GPU kernels take less than {MAX_LENGTH}")
-    if request.batch * request.heads > MAX_BATCH_HEADS:
-        raise UnsupportedError(
-            f"batch * heads is {request.batch} * {request.heads}; the GPU kernels take up to {MAX_BATCH_HEADS} in all"
-        )
 
 
 def check_apart(request: Request) -> None:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from .backward_plan import BackwardPlan
     from .compiled import Compiled
     from .config import ForwardConfig, KernelConfig
+    from .quantize_plan import QuantizePlan
     from .settings import Settings
     from .sm90_config import Sm90Config
 
@@ -350,7 +351,7 @@ def tensor_maps(plan: object, geometry: tuple[TensorGeometry, ...], *addresses: 
     maps = _places.get((plan, *addresses))
     if maps is None:
         maps = b"".join(map(_tensor_map, geometry, addresses))
-        _keep(_places, (plan, *addresses), maps, MAX_PLACES)
+        keep(_places, (plan, *addresses), maps, MAX_PLACES)
     return maps
 
 
@@ -358,7 +359,7 @@ def _tensor_map(geometry: TensorGeometry, address: int) -> bytes:
     found = _tensor_maps.get((geometry, address))
     if found is None:
         found = driver.encode_tensor_map(address, *geometry)
-        _keep(_tensor_maps, (geometry, address), found, MAX_PLACES)
+        keep(_tensor_maps, (geometry, address), found, MAX_PLACES)
     return found
 
 
@@ -460,22 +461,23 @@ def _common_values(request: Request) -> dict[str, Any]:
 
 PLANS: dict[Hashable, CallPlan] = {}
 BACKWARD_PLANS: dict[Hashable, BackwardPlan] = {}
+QUANTIZE_PLANS: dict[Hashable, QuantizePlan] = {}
 _table_lock = threading.Lock()
 
 
 def remember(key: Hashable, plan: CallPlan) -> None:
     """Enter a plan into the table; readers need no lock."""
-    _keep(PLANS, key, plan, MAX_PLANS)
+    keep(PLANS, key, plan, MAX_PLANS)
 
 
 def remember_backward(key: Hashable, plan: BackwardPlan) -> None:
     """Enter a plan of a backward call into the table of these."""
-    _keep(BACKWARD_PLANS, key, plan, MAX_PLANS)
+    keep(BACKWARD_PLANS, key, plan, MAX_PLANS)
 
 
 def remember_with(plan: CallPlan, key: Hashable, value: Any) -> None:
     """Enter something about the backward passes of a plan's calls into the plan."""
-    _keep(plan.backward, key, value, MAX_FOLLOWERS)
+    keep(plan.backward, key, value, MAX_FOLLOWERS)
 
 
 def forget_plans() -> None:
@@ -483,13 +485,14 @@ def forget_plans() -> None:
     with _table_lock:
         PLANS.clear()
         BACKWARD_PLANS.clear()
+        QUANTIZE_PLANS.clear()
 
 
 Key = TypeVar("Key")
 Value = TypeVar("Value")
 
 
-def _keep(table: dict[Key, Value], key: Key, value: Value, limit: int) -> None:
+def keep(table: dict[Key, Value], key: Key, value: Value, limit: int) -> None:
     """Enter something into a table of bounded size, the oldest for it."""
     with _table_lock:
         while len(table) >= limit:

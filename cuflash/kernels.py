@@ -71,6 +71,10 @@ def family_named(name: str) -> KernelFamily:
     """The family of a config, by its name."""
     if name in FAMILIES:
         return FAMILIES[name]
+    if name.startswith("quantize"):
+        from .quantize_kernels import FAMILIES as QUANTIZE_FAMILIES
+
+        return QUANTIZE_FAMILIES[name]
     from .backward_kernels import FAMILIES as BACKWARD_FAMILIES
 
     return BACKWARD_FAMILIES[name]

@@ -9,9 +9,9 @@ Dtype = Literal["float16", "bfloat16"]
 Mask = Literal["full", "causal"]
 DTYPES: tuple[Dtype, ...] = get_args(Dtype)
 MASKS: tuple[Mask, ...] = get_args(Mask)
-Task = Literal["forward", "backward_rows", "backward", "backward_dq"]
+Task = Literal["forward", "backward_rows", "backward", "backward_dq", "quantize_means", "quantize"]
 TASKS: tuple[Task, ...] = get_args(Task)
-MASKLESS: tuple[Task, ...] = ("backward_rows", "backward_dq")
+MASKLESS: tuple[Task, ...] = ("backward_rows", "backward_dq", "quantize_means", "quantize")
 
 MAX_HEAD_DIM = 256
 
@@ -38,9 +38,10 @@ class AttentionProblem:
         scales that are zero, negative, or so small or large that their reciprocal is useless.
     arch : str
         Compile target, for example ``"sm_90"``. ``"sm_90a"`` has kernels of its own, which load by TMA.
-    task : {"forward", "backward_rows", "backward", "backward_dq"}
-        What the kernel computes: the forward pass; or, of the backward pass, the constants of the query rows,
-        the gradients, or dQ from its sums. The first and the last of these know no mask: theirs is ``"full"``.
+    task : {"forward", "backward_rows", "backward", "backward_dq", "quantize_means", "quantize"}
+        What the kernel computes: the forward pass; of the backward pass, the constants of the query rows, the
+        gradients, or dQ from its sums; of the quantizer, means or codes. Those beside the products know no mask: theirs
+        is ``"full"``.
     short : bool
         There are few queries, and the tuning table has a row of its own for that.
     """

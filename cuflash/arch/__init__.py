@@ -29,6 +29,11 @@ class Arch(NamedTuple):
         return self.compute_capability >= (9, 0)
 
     @property
+    def converts_float8(self) -> bool:
+        """Whether an instruction rounds to 8-bit floats."""
+        return self.compute_capability >= (8, 9)
+
+    @property
     def specific(self) -> bool:
         """Whether its code uses instructions of one compute capability, and so runs on no other."""
         return self.name.endswith("a")

@@ -115,6 +115,12 @@ def _is_jax(x: Any) -> bool:
     return jax is not None and isinstance(x, jax.Array)
 
 
+def is_quantized(x: Any) -> bool:
+    """Whether it is a `cuflash.QuantizedTensor`, whose module is loaded only where there are some."""
+    quantized = sys.modules.get("cuflash.quantized")
+    return quantized is not None and isinstance(x, quantized.QuantizedTensor)
+
+
 def is_traced(q: Any, k: Any, v: Any) -> bool:
     """Whether these are JAX arrays of which at least one is a tracer: `cuflash.jax` takes them."""
     jax = sys.modules.get("jax")

@@ -73,6 +73,10 @@ DEVICE T ld_global(const void* p) { return *(const T*)p; }
 template <class T>
 DEVICE void st_global(void* p, const T& value) { *(T*)p = value; }
 
+// The address of something in global memory, where the compiler cannot see that it is there.
+template <class T>
+DEVICE T* global_pointer(u64 address) { return (T*)__cvta_global_to_generic(address); }
+
 // ---- sums in global memory, and whose turn it is to add (9.7.13.6: red; 9.7.9.8: ld.acquire)
 
 // Adds a lane's share of a 16x8 accumulator fragment to the 128 sums at `fragment`. With vectors a lane's four values lie together,
@@ -150,6 +154,19 @@ DEVICE void unpack_pair(u32 pair, float& low, float& high) {
     } else {
         asm("{.reg .b16 l, h; mov.b32 {l, h}, %2; cvt.f32.f16 %0, l; cvt.f32.f16 %1, h;}" : "=f"(low), "=f"(high) : "r"(pair));
     }
+}
+
+// Four fp32 values as 8-bit floats, the first one in the lowest byte: round to nearest even, saturate; NaN becomes 0x7f. From sm_89 on.
+template <bool kE5m2>
+DEVICE u32 pack_float8x4(float a, float b, float c, float d) {
+    u32 r;
+    if constexpr (kE5m2)
+        asm("{.reg .b16 l, h; cvt.rn.satfinite.e5m2x2.f32 l, %2, %1; cvt.rn.satfinite.e5m2x2.f32 h, %4, %3; mov.b32 %0, {l, h};}"
+            : "=r"(r) : "f"(a), "f"(b), "f"(c), "f"(d));
+    else
+        asm("{.reg .b16 l, h; cvt.rn.satfinite.e4m3x2.f32 l, %2, %1; cvt.rn.satfinite.e4m3x2.f32 h, %4, %3; mov.b32 %0, {l, h};}"
+            : "=r"(r) : "f"(a), "f"(b), "f"(c), "f"(d));
+    return r;
 }
 
 // ---- arithmetic (9.7.3)

@@ -58,5 +58,6 @@ float shuffle_xor(float value, int mask);
 // ---- element conversions, round to nearest even
 float from_element(uint16_t bits, bool bf16);
 uint16_t to_element(float value, bool bf16);
+uint8_t to_float8(float value, bool e5m2);   // saturating
 
 }  // namespace emulation

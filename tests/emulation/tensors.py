@@ -10,7 +10,12 @@ import ml_dtypes
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
-DTYPES = {"float16": np.dtype(np.float16), "bfloat16": np.dtype(ml_dtypes.bfloat16), "float32": np.dtype(np.float32)}
+DTYPES = {
+    "float16": np.dtype(np.float16),
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+    "float32": np.dtype(np.float32),
+    "uint8": np.dtype(np.uint8),
+}
 MAP_NORESERVE = 0x4000
 """Linux; a name in Python's mmap since 3.13 only."""
 SPARSE_BYTES = 1 << 28

@@ -125,6 +125,15 @@ uint16_t to_element(float value, bool bf16) {
     return (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
 
+uint8_t to_float8(float value, bool e5m2) {
+    const int mantissa = e5m2 ? 2 : 3, bias = e5m2 ? 15 : 7;
+    if (value != value) return 0x7f;
+    const float magnitude = fminf(fabsf(value), e5m2 ? 57344.f : 448.f);
+    const int exponent = magnitude < ldexpf(1.f, 1 - bias) ? 1 - bias : ilogbf(magnitude);
+    const int units = (int)rintf(ldexpf(magnitude, mantissa - exponent));   // of the last place
+    return (uint8_t)((std::signbit(value) ? 0x80 : 0) | (((exponent + bias - 1) << mantissa) + units));
+}
+
 void execute(Wait wait, Thread* lanes) {
     switch (wait) {
         case Wait::load_matrix: return load_matrix(lanes);

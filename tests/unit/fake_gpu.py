@@ -24,7 +24,7 @@ from cuflash.params import TENSOR_MAP, ParameterBlock
 from cuflash.problem import AttentionProblem
 from cuflash.request import LOG2_E
 from cuflash.sm90_config import Sm90Config
-from tests.unit import fake_backward
+from tests.unit import fake_backward, fake_quantize
 
 Array = Any
 HANDLES = 1000
@@ -222,8 +222,8 @@ def remove(gpu: FakeGpu) -> None:
     """Give CuPy its own allocator back; the rest is the monkeypatch's."""
     if gpu.cupy is not None:
         gpu.cupy.cuda.set_allocator(gpu.cupy.get_default_memory_pool().malloc)
-    jit.PLANS.clear()
-    jit.BACKWARD_PLANS.clear()
+    for table in (jit.PLANS, jit.BACKWARD_PLANS, jit.QUANTIZE_PLANS):
+        table.clear()
 
 
 def fill_dead(out: Array, lse: Array) -> None:
@@ -326,7 +326,7 @@ def _persistent_work(launch: Launch) -> list[WorkTile]:
 
 def run(launch: Launch) -> None:
     """Carry a launch out; of the forward pass, query tile by query tile, with the softmax in float64."""
-    if runner := fake_backward.RUNNERS.get(launch.loaded.problem.task):
+    if runner := (fake_backward.RUNNERS | fake_quantize.RUNNERS).get(launch.loaded.problem.task):
         runner(launch)
         return
     for work in work_of(launch):

@@ -28,7 +28,12 @@ def in_fresh_process(code: str) -> object:
     return json.loads(done.stdout)
 
 
-@pytest.mark.parametrize("use", ["", "cuflash.attention; cuflash.warmup", "cuflash.attention(x, x, x)", BACKWARD])
+QUANTIZED = "cuflash.attention(x, x, x, precision='fp8')"
+
+
+@pytest.mark.parametrize(
+    "use", ["", "cuflash.attention; cuflash.warmup", "cuflash.attention(x, x, x)", BACKWARD, QUANTIZED]
+)
 def test_light(use: str) -> None:
     """Neither the import nor work on NumPy arrays loads a GPU library, Jinja or another framework."""
     code = f"""

@@ -39,6 +39,9 @@ DEVICE T ld_global(const void* p) { T v; emulation::load_global(&v, p, (int)size
 template <class T>
 DEVICE void st_global(void* p, const T& value) { emulation::store_global(p, &value, (int)sizeof(T)); }
 
+template <class T>
+DEVICE T* global_pointer(u64 address) { return (T*)address; }
+
 // ---- sums in global memory, and whose turn it is
 
 template <bool kVector>
@@ -70,6 +73,14 @@ template <bool kBf16>
 DEVICE void unpack_pair(u32 pair, float& low, float& high) {
     low = emulation::from_element((u16)pair, kBf16);
     high = emulation::from_element((u16)(pair >> 16), kBf16);
+}
+
+template <bool kE5m2>
+DEVICE u32 pack_float8x4(float a, float b, float c, float d) {
+    const float four[4] = {a, b, c, d};
+    u32 word = 0;
+    for (int i = 0; i < 4; i++) word |= (u32)emulation::to_float8(four[i], kE5m2) << (8 * i);
+    return word;
 }
 
 // ---- arithmetic; .ftz flushes subnormal inputs and results to zero of the same sign

@@ -1,0 +1,145 @@
+"""The quantizer in NumPy, and what both quantizers compute, bit for bit. The CUDA kernels follow this text.
+
+All arithmetic is float32, each operation rounded to nearest even, subnormal numbers kept.
+
+1. **Mean** of a channel of one head (K and V, unless ``center=False``). The sample is `sample`: at most `SAMPLE` tokens
+   in the middle of as many equal stretches of the sequence. Token j of it is added to partial sum j mod `PARTIALS`,
+   in order of j, beginning with 0; NaN and infinities are left out. Partial sums are added as a binary tree: sum r and
+   sum r + 16 for r < 16, then r + 8, and so on. The result is divided by the number of tokens added; it is 0 if there
+   were none or the sum overflowed.
+2. **Rotation** (Q, K and the mean of K, with ``hadamard=True``): signs from the seed, then Hadamard butterflies over
+   blocks of columns, whose sizes are the powers of two that make up the head dim, the largest first. For the distances
+   s = 1, 2, 4, ...: in every block larger than s, columns c and c + s (c mod 2s < s) become their sum and difference.
+   Then each column is multiplied by float32(1 / sqrt(block)).
+3. The mean is subtracted.
+4. **Scale** of a tile: the largest finite magnitude divided by the format's largest number, at least 2^-126; 1 where
+   all is zero (or nothing finite).
+5. **Code**: the quotient of value and scale, rounded to nearest even and saturated (`cuflash.fp8`). What is not finite
+   by then, be it that it came so or that it overflowed on the way (from 2^119 on), becomes NaN.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from .fp8 import Format
+from .fp8_layout import TILE, padded
+
+__all__ = ["SAMPLE", "mean_of", "quantize_tiles", "rotate", "rotate_back", "sample", "signs"]
+
+Array: TypeAlias = "np.ndarray[Any, Any]"
+
+SAMPLE = 256
+PARTIALS = 32
+SMALLEST_SCALE = np.float32(2.0**-126)
+"""The smallest normal number: the reciprocal of every scale is one, too."""
+
+
+def sample(length: int) -> Array:
+    """The tokens whose mean is taken, ascending: all of them up to `SAMPLE`."""
+    count = min(length, SAMPLE)
+    return (2 * np.arange(count, dtype=np.int64) + 1) * length // (2 * count) if count else np.arange(0)
+
+
+def mean_of(x: Array) -> Array:
+    """Step 1: the means of the channels of rows (..., length, dim), of any dtype, as float32 (..., dim)."""
+    rows = x[..., sample(x.shape[-2]), :].astype(np.float32)
+    finite = np.isfinite(rows)
+    padding = [(0, 0)] * (rows.ndim - 2) + [(0, -rows.shape[-2] % PARTIALS), (0, 0)]
+    terms = np.pad(np.where(finite, rows, np.float32(0)), padding)
+    terms = terms.reshape(*terms.shape[:-2], -1, PARTIALS, terms.shape[-1])
+    sums = np.zeros((*terms.shape[:-3], *terms.shape[-2:]), np.float32)
+    with np.errstate(all="ignore"):
+        for step in range(terms.shape[-3]):
+            sums += terms[..., step, :, :]
+        width = PARTIALS // 2
+        while width:
+            sums = sums[..., :width, :] + sums[..., width : 2 * width, :]
+            width //= 2
+        count = np.count_nonzero(finite, axis=-2).astype(np.float32)
+        mean = sums[..., 0, :] / np.maximum(count, 1)
+    return np.where(np.isfinite(mean), mean, np.float32(0))
+
+
+def signs(seed: int, dim: int) -> Array:
+    """The signs of a rotation, True where a column is negated: bits of SplitMix64, whose state begins with the seed."""
+    mask = (1 << 64) - 1
+    words, state = 0, seed & mask
+    for at in range(0, dim, 64):
+        state = (state + 0x9E3779B97F4A7C15) & mask
+        z = state
+        z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & mask
+        z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & mask
+        words |= (z ^ (z >> 31)) << at
+    return np.array([words >> column & 1 for column in range(dim)], bool)
+
+
+def _hadamard(x: Array) -> None:
+    """The butterflies of step 2 on the last axis of a contiguous float32 array, in place."""
+    dim = x.shape[-1]
+    norms = np.empty(dim, np.float32)
+    distance = 1
+    while distance <= dim:
+        inside = dim // (2 * distance) * 2 * distance  # columns of blocks larger than the distance
+        pairs = x[..., :inside].reshape(*x.shape[:-1], -1, 2, distance)
+        total, difference = pairs[..., 0, :] + pairs[..., 1, :], pairs[..., 0, :] - pairs[..., 1, :]
+        x[..., :inside] = np.stack([total, difference], axis=-2).reshape(*x.shape[:-1], inside)
+        norms[inside : dim // distance * distance] = np.float32(distance**-0.5)
+        distance *= 2
+    x *= norms
+
+
+def rotate(x: Array, negated: Array) -> Array:
+    """Step 2 for float32 rows (..., dim)."""
+    turned = np.where(negated, -x, x)
+    with np.errstate(all="ignore"):
+        _hadamard(turned)
+    return turned
+
+
+def rotate_back(x: Array, negated: Array) -> Array:
+    """The inverse of `rotate`, up to rounding."""
+    turned = np.array(x, np.float32)
+    with np.errstate(all="ignore"):
+        _hadamard(turned)
+    return np.where(negated, -turned, turned)
+
+
+def quantize_tiles(x: Array, form: Format, mean: Array | None, negated: Array | None) -> tuple[Array, Array]:
+    """Steps 2 to 5.
+
+    Parameters
+    ----------
+    x : array (length, dim)
+        Of one head, any strides; float16, bfloat16 or float32.
+    form : Format
+    mean : float32 array (dim,), optional
+        Rotated already, if there is a rotation.
+    negated : bool array (dim,), optional
+        The signs of the rotation.
+
+    Returns
+    -------
+    codes : uint8 array (tiles, TILE, padded dim)
+        Zeros beyond the length and the dim.
+    scales : float32 array (tiles,)
+    """
+    length, dim = x.shape
+    codes = np.zeros((-(-length // TILE), TILE, padded(dim)), np.uint8)
+    scales = np.ones(len(codes), np.float32)
+    with np.errstate(all="ignore"):
+        for tile, first in enumerate(range(0, length, TILE)):
+            rows = x[first : first + TILE].astype(np.float32)
+            if negated is not None:
+                rows = rotate(rows, negated)
+            if mean is not None:
+                rows -= mean
+            finite = np.isfinite(rows)
+            largest = np.abs(rows).max(initial=0, where=finite)
+            if largest > 0:
+                scales[tile] = np.maximum(largest / np.float32(form.largest), SMALLEST_SCALE)
+            rows[~finite] = np.nan
+            codes[tile, : len(rows), :dim] = form.encode(rows / scales[tile])
+    return codes, scales

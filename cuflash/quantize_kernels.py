@@ -1,0 +1,174 @@
+"""The kernel families of the quantizer: as `cuflash.kernels`, with their configs, tuning and parameter blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import product
+from typing import ClassVar
+
+from .arch import ARCHES
+from .config import KernelConfig, pitches
+from .cpu_quantize import PARTIALS, SAMPLE
+from .fp8_layout import TILE
+from .kernels import SHIPPED_HEAD_DIMS, TMA_TARGETS, KernelFamily
+from .params import FAST_DIV, I32, I64, POINTER, CType, Field, ParameterBlock, stride_fields
+from .problem import DTYPES, AttentionProblem
+
+__all__ = ["FAMILIES", "MEANS", "QUANTIZE", "QuantizeConfig", "QuantizeMeansConfig", "shipped_problems"]
+
+
+SIGN_BITS = CType("SignBits", "8I", 32, 4)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuantizeConfig(KernelConfig):
+    """The quantizer, whose thread blocks take tile after tile.
+
+    Parameters
+    ----------
+    columns : {32, 64}
+        Columns of a token of Q or K that a thread has.
+    parts : {1, 2, 4, 8}
+        Threads for each of a tile's tokens, as many as it takes.
+    stages : {1, 2}
+        Tiles in shared memory. With two, the next one arrives while one is in work.
+    ctas : int
+        Thread blocks that share a multiprocessor.
+    """
+
+    family: ClassVar[str] = "quantize"
+
+    parts: int
+    columns: int = 64
+    stages: int = 2
+    ctas: int = field(default=1)
+
+    @property
+    def threads(self) -> int:
+        return TILE * self.parts
+
+    @property
+    def label(self) -> str:
+        return f"p{self.parts}n{self.columns}s{self.stages}c{self.ctas}"
+
+    @property
+    def summary(self) -> str:
+        return f"{self.threads} threads of {self.columns} columns, {self.stages} stages, {self.ctas} blocks on an SM"
+
+    def stage_bytes(self, problem: AttentionProblem) -> int:
+        """A tile as it comes; its codes, which take its place, are never larger."""
+        return TILE * max(pitches(problem))
+
+    def smem_sizes(self, problem: AttentionProblem) -> Sequence[tuple[str, int]]:
+        """Tiles, the signs of the rotation over a row, the maximum of each warp, what is known of the tiles to come."""
+        return [
+            ("tiles", self.stages * self.stage_bytes(problem)),
+            ("signs", 2 * self.columns * self.parts),
+            ("maxima", self.threads // 32 * 4),
+            ("tickets", 64 * (self.stages + 1)),
+        ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuantizeMeansConfig(KernelConfig):
+    """The kernel before the quantizer, which reads a sample of K and V."""
+
+    family: ClassVar[str] = "quantize_means"
+    threads: int = field(default=256)
+
+    @property
+    def ctas(self) -> int:
+        return 1
+
+    @property
+    def label(self) -> str:
+        return f"t{self.threads}"
+
+    @property
+    def summary(self) -> str:
+        return f"{self.threads} threads; {PARTIALS} partial sums of up to {SAMPLE // PARTIALS} tokens"
+
+    def smem_sizes(self, problem: AttentionProblem) -> Sequence[tuple[str, int]]:
+        """Eight columns of each thread's partial sum, and of how many numbers it is."""
+        return [("sums", 32 * self.threads), ("counts", 32 * self.threads)]
+
+
+def quantize_config(problem: AttentionProblem) -> QuantizeConfig:
+    """Two stages where they fit, and as many blocks as registers and shared memory allow."""
+    dim = max(problem.head_dim, problem.head_dim_v)
+    parts = 1 if dim <= 64 else 2 if dim <= 128 else 4
+    arch = ARCHES[problem.arch]
+    stages = 2 if QuantizeConfig(parts=parts).smem_bytes(problem) <= arch.smem_per_block else 1
+    smem_bytes = QuantizeConfig(parts=parts, stages=stages).smem_bytes(problem) + 1024
+    ctas = min(4 // parts, arch.smem_per_sm // smem_bytes)
+    return QuantizeConfig(parts=parts, stages=stages, ctas=ctas, reason="64 values a thread, so 128 registers")
+
+
+def quantize_means_config(problem: AttentionProblem) -> QuantizeMeansConfig:
+    """One for all problems."""
+    return QuantizeMeansConfig(reason="all loads of a thread in flight")
+
+
+QUANTIZE = ParameterBlock(
+    (
+        *(Field(name, POINTER, "") for name in ("q", "q_payload", "q_scales")),
+        *(Field(name, POINTER, "") for name in ("k", "k_payload", "k_scales")),
+        Field("k_mean", POINTER, "null: nothing is subtracted"),
+        *(Field(name, POINTER, "") for name in ("v", "v_payload", "v_scales")),
+        Field("v_mean", POINTER, "null: nothing is subtracted"),
+        *(each for tensor in ("q", "k", "v") for each in stride_fields(tensor)),
+        *(
+            Field(f"{tensor}_payload_{axis}_stride", I64, "in bytes")
+            for tensor in ("q", "k")
+            for axis in ("batch", "seq", "head")
+        ),
+        Field("q_heads", FAST_DIV, ""),
+        Field("q_tiles", FAST_DIV, "of a head"),
+        Field("k_heads", FAST_DIV, "of K and V"),
+        Field("k_tiles", FAST_DIV, "of a head of K and V"),
+        Field("k_begin", I32, "tiles of Q: those of K come behind them"),
+        Field("v_begin", I32, "tiles of Q and K"),
+        Field("work", I32, "tiles of all three"),
+        Field("seqlen_q", I32, ""),
+        Field("seqlen_k", I32, ""),
+        Field("e5m2", I32, "0: e4m3"),
+        Field("rotated", I32, "0: Q and K are not"),
+        Field("signs", SIGN_BITS, "of the rotation"),
+    ),
+    per_launch=11,
+)
+
+MEANS = ParameterBlock(
+    (
+        Field("k", POINTER, ""),
+        Field("k_mean", POINTER, ""),
+        Field("v", POINTER, ""),
+        Field("v_mean", POINTER, ""),
+        *stride_fields("k"),
+        *stride_fields("v"),
+        Field("heads", FAST_DIV, ""),
+        Field("v_begin", I32, "thread blocks of K: those of V come behind them"),
+        Field("seqlen", I32, ""),
+        Field("rotated", I32, "0: K is not"),
+        Field("signs", SIGN_BITS, "of the rotation"),
+    ),
+    per_launch=4,
+)
+
+FAMILIES = {
+    family.name: family
+    for family in (
+        KernelFamily("quantize", "quantize.cu.j2", "cuflash_quantize", QUANTIZE, quantize_config),
+        KernelFamily("quantize_means", "quantize_means.cu.j2", "cuflash_means", MEANS, quantize_means_config),
+    )
+}
+
+
+def shipped_problems(arch: str) -> Iterator[AttentionProblem]:
+    """What ``cuflash compile --all`` builds for a target that names devices."""
+    if arch in TMA_TARGETS.values():
+        return
+    for (d, dv), dtype in product(SHIPPED_HEAD_DIMS, DTYPES):
+        for task in ("quantize_means", "quantize"):
+            yield AttentionProblem(d, dv, dtype, "full", 16, False, arch, task)

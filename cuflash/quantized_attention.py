@@ -1,0 +1,207 @@
+"""Attention on quantized operands: checks, the CPU's computation, and the door to the GPU's."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, cast
+
+from .arrays import CPU, FLOAT8, Kind, kind_of
+from .checks import check_causal, check_flag, check_layout, check_scale, check_shapes, check_written, make_request
+from .errors import UnsupportedError
+from .fp8_layout import by_head
+from .quantization import quantize_qkv
+from .quantized import QuantizedTensor
+from .request import Causal
+
+__all__ = ["QuantizedCall", "attention_quantized", "attention_quantizing"]
+
+OUT_DTYPES = ("float16", "bfloat16", "float32")
+"""On a GPU the first two."""
+
+
+class QuantizedCall(NamedTuple):
+    """One checked call of quantized tensors.
+
+    Attributes
+    ----------
+    q, k, v : QuantizedTensor
+        Of one kind, device, layout and rotation.
+    causal : {False, "bottom_right", "top_left"}
+    scale : float
+    return_lse : bool
+    out : array or None
+        None: a new one.
+    out_dtype : {"float16", "bfloat16", "float32"}
+    """
+
+    q: QuantizedTensor
+    k: QuantizedTensor
+    v: QuantizedTensor
+    causal: Causal
+    scale: float
+    return_lse: bool
+    out: Any
+    out_dtype: str
+
+    @property
+    def layout(self) -> str:
+        return self.q.layout
+
+    @property
+    def kind(self) -> Kind:
+        return self.q.kind
+
+    @property
+    def out_shape(self) -> tuple[int, ...]:
+        """In the layout."""
+        return (*self.q.shape[:3], self.v.head_dim)
+
+    @property
+    def lse_shape(self) -> tuple[int, int, int]:
+        batch, seq, heads, _ = self.q.sizes
+        return batch, heads, seq
+
+
+def attention_quantizing(
+    q: Any, k: Any, v: Any, *, causal: Any, scale: Any, layout: Any, return_lse: Any, out: Any, out_dtype: Any
+) -> Any:
+    """`cuflash.attention` with ``precision="fp8"``: quantizes, then attends."""
+    kind = kind_of(q)
+    if kind is None:
+        from .arrays import bridge
+
+        options = {"causal": causal, "scale": scale, "layout": layout, "return_lse": return_lse, "out_dtype": out_dtype}
+        outputs = {} if out is None else {"out": out}
+        return bridge.call(
+            lambda views: attention_quantizing(**{"out": None, **views}, **options), {"q": q, "k": k, "v": v}, outputs
+        )
+    request = make_request((q, k, v), None, causal=causal, scale=scale, layout=layout, return_lse=return_lse)
+    if request.device != CPU:
+        _refuse_gpu()
+    quantized = quantize_qkv(q, k, v, layout=request.layout)
+    out_dtype = request.q.dtype if out_dtype is None else out_dtype
+    return attention_quantized(
+        *quantized, causal=causal, scale=scale, return_lse=return_lse, out=out, out_dtype=out_dtype
+    )
+
+
+def attention_quantized(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    causal: Any,
+    scale: Any,
+    layout: Any = None,
+    return_lse: Any,
+    out: Any = None,
+    out_dtype: Any = None,
+) -> Any:
+    """`cuflash.attention` of quantized tensors."""
+    call = check_quantized(
+        q, k, v, causal=causal, scale=scale, layout=layout, return_lse=return_lse, out=out, out_dtype=out_dtype
+    )
+    return _attend_on_cpu(call) if call.q.device == CPU else _attend_on_gpu(call)
+
+
+def check_quantized(
+    q: Any, k: Any, v: Any, *, causal: Any, scale: Any, layout: Any, return_lse: Any, out: Any, out_dtype: Any
+) -> QuantizedCall:
+    """Check a call whole, before anything is allocated or launched."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, QuantizedTensor):
+            raise TypeError(
+                f"{name} is a {type(x).__qualname__} and others are quantized; all three must be QuantizedTensors: "
+                "cuflash.quantize_qkv(q, k, v) makes them"
+            )
+        if x.role != name:
+            raise ValueError(f"{name} was quantized as {x.role!r}; quantize it with role={name!r}")
+        _check_fellow(q, x, name)
+    if q.seed != k.seed:
+        raise ValueError(f"q is rotated with seed {q.seed} and k with {k.seed}; rotate both alike, or neither (None)")
+    if layout is not None and check_layout(layout) not in ("bshd", q.layout):
+        raise ValueError(f"layout is {layout!r}; the tensors were quantized in {q.layout!r}, which the result has, too")
+    check_shapes(_Named("q", q.shape), _Named("k", k.shape), _Named("v", v.shape), q.layout)
+    call = QuantizedCall(
+        q,
+        k,
+        v,
+        check_causal(causal),
+        check_scale(scale, q.head_dim, on_gpu=q.device != CPU),
+        check_flag("return_lse", return_lse),
+        out,
+        _check_out_dtype(q, out_dtype),
+    )
+    if out is not None:
+        _check_out(call)
+    return call
+
+
+class _Named(NamedTuple):
+    name: str
+    shape: tuple[int, ...]
+
+
+def _check_fellow(q: QuantizedTensor, x: QuantizedTensor, name: str) -> None:
+    if x.kind is not q.kind:
+        raise TypeError(f"q is of {q.kind.LABEL}s and {name} of {x.kind.LABEL}s; all must be of one kind")
+    for what in ("device", "layout", "dtype"):
+        mine, other = getattr(q, what), getattr(x, what)
+        if mine != other:
+            raise ValueError(f"q has {what} {mine!r} and {name} has {other!r}; all must have the same")
+
+
+def _check_out_dtype(q: QuantizedTensor, out_dtype: Any) -> str:
+    accepted = OUT_DTYPES if q.device == CPU else OUT_DTYPES[:2]
+    name = q.source_dtype if out_dtype is None else str(out_dtype).rpartition(".")[2].removesuffix("'>")
+    if name not in accepted:
+        raise ValueError(f"out_dtype is {name!r}; accepted are {', '.join(map(repr, accepted))}")
+    return name
+
+
+def _check_out(call: QuantizedCall) -> None:
+    kind = kind_of(call.out)
+    if kind is not call.kind:
+        found = type(call.out).__qualname__ if kind is None else kind.LABEL
+        raise TypeError(f"out is a {found} and q is of {call.kind.LABEL}s; all must be of one kind")
+    out = call.kind.operand("out", call.out)
+    if out.device != call.q.device:
+        raise ValueError(f"out is on {out.place} and q is not; all arrays of a call must be on one device")
+    if out.dtype != call.out_dtype:
+        raise TypeError(f"out has dtype {out.dtype} and the result {call.out_dtype}: pass out_dtype={out.dtype!r}")
+    check_written(out, call.out_shape, "this call's output has")
+
+
+# --- computation -----------------------------------------------------------------------------------------------
+
+
+def _attend_on_gpu(call: QuantizedCall) -> Any:
+    """Where the kernels of the GPU come in."""
+    _refuse_gpu()
+
+
+def _refuse_gpu() -> None:
+    raise UnsupportedError(f"{FLOAT8} attention is not supported on a GPU yet; pass NumPy arrays to run on the CPU")
+
+
+def _attend_on_cpu(call: QuantizedCall) -> Any:
+    """The quantized function without further rounding: attention of the dequantized operands, which exist by tiles."""
+    from .cpu import Array, attention_cpu
+    from .dequantized import Dequantized
+
+    kind, q = call.kind, call.q
+    out = call.out
+    if out is None:
+        if call.out_dtype == "bfloat16":
+            import ml_dtypes  # noqa: F401  # NumPy knows the name from then on
+        out, _ = kind.empty(q.payload, call.out_shape, call.out_dtype)
+    kind.written(out)
+    lse = kind.empty(q.payload, call.lse_shape, "float32")[0] if call.return_lse else None
+    operands = [cast(Array, Dequantized.of(x)) for x in (q, call.k, call.v)]
+    attention_cpu(
+        *operands,
+        causal=call.causal,
+        scale=call.scale,
+        out=kind.numpy(out).transpose(by_head(call.layout)),
+        lse=None if lse is None else kind.numpy(lse),
+    )
+    return out if lse is None else (out, lse)

@@ -1,0 +1,136 @@
+// 8-bit floats: scales, codes, and the rotation before them. What is computed, bit for bit, stands in cuflash/cpu_quantize.py.
+#pragma once
+#include "device/ptx.cuh"
+
+DEVICE bool is_finite(float x) { return fabsf(x) <= 0x1.fffffep127f; }
+constexpr float kSmallestScale = 0x1p-126f;
+
+// One code in integer arithmetic, for targets without an instruction for it: see Format.encode in cuflash/fp8.py.
+template <bool kE5m2>
+DEVICE u32 encode_float8(float x) {
+    constexpr int kMantissa = kE5m2 ? 2 : 3, kBias = kE5m2 ? 15 : 7, kDrop = 23 - kMantissa;
+    constexpr float kLargest = kE5m2 ? 57344.f : 448.f, kNormal = kE5m2 ? 0x1p-14f : 0x1p-6f;
+    if (x != x) return 0x7f;
+    const float magnitude = min_f32(fabsf(x), kLargest);
+    const u32 bits = (u32)float_bits(magnitude), sign = (u32)float_bits(x) >> 24 & 0x80;
+    constexpr float kUnits = kNormal * (1 << kDrop);   // its last place is the smallest code: what is added to it is rounded there
+    if (magnitude < kNormal) return sign | ((u32)float_bits(magnitude + kUnits) - (u32)float_bits(kUnits));
+    const u32 rounded = (bits + (bits >> kDrop & 1) + (1 << (kDrop - 1)) - 1) >> kDrop;
+    return sign | (rounded - ((127 - kBias) << kMantissa));
+}
+
+// Four values as the bytes of a word, the first one lowest. kHardware: the target converts by itself.
+template <bool kHardware, bool kE5m2>
+DEVICE u32 pack_float8(float a, float b, float c, float d) {
+    if constexpr (kHardware) return pack_float8x4<kE5m2>(a, b, c, d);
+    return encode_float8<kE5m2>(a) | encode_float8<kE5m2>(b) << 8 | encode_float8<kE5m2>(c) << 16 | encode_float8<kE5m2>(d) << 24;
+}
+
+// Division by a scale, rounded to nearest even. Markstein: with the nearest reciprocal, one correction of the product is enough.
+struct Divisor {
+    float scale, inverse;
+    DEVICE explicit Divisor(float s) : scale(s), inverse(1.f / s) {}
+    DEVICE float divide(float x) const {
+        const float quotient = mul_f32(x, inverse);
+        return fma_f32(fma_f32(scale, quotient, -x), -inverse, quotient);
+    }
+};
+
+// The scale of a tile with this largest magnitude. Below kTinyScale the remainder of a division would be subnormal, and not exact:
+// then values and scale are taken kLift times as large.
+DEVICE float scale_of(float largest, bool e5m2) {
+    return largest > 0.f ? max_f32(largest / (e5m2 ? 57344.f : 448.f), kSmallestScale) : 1.f;
+}
+constexpr float kTinyScale = 0x1p-80f, kLift = 0x1p64f;
+
+// The largest magnitude of some values, without NaN and infinities; these become NaN.
+template <int kCount>
+DEVICE float largest_finite(float (&x)[kCount]) {
+    float several[4] = {}, largest;   // side by side, since each waits for the one before
+    #pragma unroll
+    for (int i = 0; i < kCount; i++) several[i % 4] = max_f32(several[i % 4], fabsf(x[i]));   // a NaN loses
+    largest = max_f32(max_f32(several[0], several[1]), max_f32(several[2], several[3]));
+    if (is_finite(largest)) return largest;
+    largest = 0.f;
+    #pragma unroll
+    for (int i = 0; i < kCount; i++) {
+        if (!is_finite(x[i])) x[i] = bits_float(0x7fc00000u);
+        largest = max_f32(largest, fabsf(x[i]));
+    }
+    return largest;
+}
+
+// ---- the rotation
+
+struct SignBits { u32 word[8]; };   // bit c: column c is negated
+
+// The size of the Hadamard block that a column is in; 1 beyond the head dim.
+DEVICE constexpr int hadamard_block(int head_dim, int column) {
+    int size = 256;
+    while (size > 1 && column >= head_dim / size * size) size /= 2;
+    return size;
+}
+DEVICE constexpr float hadamard_norm(int size) {
+    return size == 256 ? 0.0625f : size == 128 ? 0.088388347648318447f : size == 64 ? 0.125f : size == 32 ? 0.17677669529663689f
+         : size == 16 ? 0.25f : size == 8 ? 0.35355339059327379f : size == 4 ? 0.5f : size == 2 ? 0.70710678118654757f : 1.f;
+}
+
+// Sums and differences of the first kColumns of a lane's columns, which are whole blocks.
+template <int kColumns, int kDistance = 1, int kCount>
+DEVICE void butterflies(float (&x)[kCount]) {
+    if constexpr (2 * kDistance <= kColumns) {
+        #pragma unroll
+        for (int pair = 0; pair < kColumns / (2 * kDistance) * kDistance; pair++) {
+            const int i = pair + pair / kDistance * kDistance;
+            const float a = x[i], b = x[i + kDistance];
+            x[i] = a + b;
+            x[i + kDistance] = a - b;
+        }
+        butterflies<kColumns, 2 * kDistance>(x);
+    }
+}
+
+// Rotates rows whose signs are applied. Each lane has kLaneColumns columns of one row, a power of two, from kLaneColumns * part on (kCount of
+// them; others do not exist); its warp has kParts parts of each row, the next part of which is kStep lanes on.
+template <int kHeadDim, int kLaneColumns, int kParts, int kStep, int kCount>
+DEVICE void rotate(float (&x)[kCount], int part) {
+    constexpr int kWhole = kHeadDim / kLaneColumns, kRest = kHeadDim % kLaneColumns;
+    if (kRest > 0 && part == kWhole) {
+        butterflies<kRest>(x);
+        #pragma unroll
+        for (int i = 0; i < kRest; i++) x[i] = mul_f32(x[i], hadamard_norm(hadamard_block(kRest, i)));
+    }
+    if constexpr (kWhole > 0) {
+        if (kRest == 0 || part != kWhole) butterflies<kLaneColumns>(x);
+        #pragma unroll
+        for (int distance = 1; distance < kParts; distance *= 2) {
+            const int taking = kWhole / (2 * distance) * (2 * distance);   // parts, in blocks larger than the distance
+            if (taking == 0) break;
+            const float sign = part & distance ? -1.f : 1.f;
+            #pragma unroll
+            for (int i = 0; i < kCount; i++) {
+                const float other = shuffle_xor(x[i], distance * kStep);
+                if (taking == kParts || part < taking) x[i] = fma_f32(x[i], sign, other);
+            }
+        }
+        float norm = 1.f;
+        #pragma unroll
+        for (int size = kLaneColumns; size <= 256; size *= 2)
+            if (part < kHeadDim / size * (size / kLaneColumns)) norm = hadamard_norm(size);
+        #pragma unroll
+        for (int i = 0; i < kCount; i++) x[i] = mul_f32(x[i], norm);
+    }
+}
+
+struct alignas(16) Float4 { float value[4]; };
+
+// Subtracts the means of the first columns, a multiple of four.
+template <int kColumns, int kCount>
+DEVICE void subtract(float (&x)[kCount], const float* mean) {
+    #pragma unroll
+    for (int i = 0; i < kColumns; i += 4) {
+        const Float4 m = ld_global<Float4>(mean + i);
+        #pragma unroll
+        for (int e = 0; e < 4; e++) x[i + e] -= m.value[e];
+    }
+}
