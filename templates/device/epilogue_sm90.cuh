@@ -10,6 +10,12 @@ constexpr int kSwizzleColumns = 64, kSwizzleBytes = 128;
 // between chunks along M or N, which only MN-major operands use. Only the low word changes from one product to the next.
 DEVICE u32 descriptor_low(u32 address, int chunk_bytes) { return (u32)chunk_bytes / 16 << 16 | address / 16; }
 DEVICE u64 descriptor(u32 low) { return 0x4000004000000000ull | low; }
+// The same of K-major tiles whose rows are kRowBytes wide, the span of their swizzle: 128, 64 or 32.
+template <int kRowBytes>
+DEVICE u64 swizzled_descriptor(u32 low) {
+    constexpr u64 kMode = kRowBytes == 128 ? 1 : kRowBytes == 64 ? 2 : 3;
+    return kMode << 62 | (u64)(8 * kRowBytes / 16) << 32 | low;
+}
 
 // Into a chunk-major tile of kRows rows; `smem` is the address of the warp's first row, which is a multiple of 8.
 template <bool kBf16, int kRows, int kColumns>

@@ -109,6 +109,13 @@ DEVICE void keep_below(float (&x)[kCount]) {
     #pragma unroll
     for (int i = 0; i < kCount; i++) asm volatile("" : "+f"(x[i]) :: "memory");
 }
+// Four fp32 values as e4m3, round to nearest even, 448 at most; `a` goes to the lowest byte. Stays where it is written, as pack_pair_here does.
+DEVICE u32 pack_e4m3_here(float a, float b, float c, float d) {
+    u32 r;
+    asm volatile("{.reg .b16 l, h; cvt.rn.satfinite.e4m3x2.f32 l, %2, %1; cvt.rn.satfinite.e4m3x2.f32 h, %4, %3; mov.b32 %0, {l, h};}"
+                 : "=r"(r) : "f"(a), "f"(b), "f"(c), "f"(d));
+    return r;
+}
 // As pack_pair, but stays where it is written: the registers of P belong to the tensor cores until P V has been waited for.
 template <bool kBf16>
 DEVICE u32 pack_pair_here(float low, float high) {
