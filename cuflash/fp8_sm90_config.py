@@ -54,6 +54,14 @@ class Fp8Sm90Config(Sm90Config):
             raise ValueError("slack, exact and ping_pong are 0, True and True in kernels for fp8 inputs")
 
     @property
+    def producer_registers(self) -> int:
+        return _REGISTERS[self.consumers][0]
+
+    @property
+    def consumer_registers(self) -> int:
+        return _REGISTERS[self.consumers][1]
+
+    @property
     def label(self) -> str:
         letters = zip("2tdm", (self.two_level, self.tma_store, self.dynamic, self.late_turn), strict=True)
         switches = "".join(letter for letter, on in letters if on)
@@ -64,7 +72,7 @@ class Fp8Sm90Config(Sm90Config):
         return f"{Sm90Config.summary.fget(self)}, O summed {'in fp32' if self.two_level else 'by the tensor cores'}"  # type: ignore[attr-defined]
 
     def smem_sizes(self, problem: AttentionProblem) -> Sequence[tuple[str, int]]:
-        """Q buffers (later the output's staging), K, V^T, scales, the published work tiles, mbarriers."""
+        """Q buffers (later the output's staging), K, V^T, scales, V's means and what warps remember of their rows, the published work tiles, mbarriers."""
         width = row_bytes(problem.head_dim)
         row = round_up(problem.head_dim, width)
         row_out = round_up(problem.head_dim_v, OUTPUT_CHUNK) * 2 if self.tma_store else 0
@@ -73,7 +81,9 @@ class Fp8Sm90Config(Sm90Config):
             *((f"q{i}", self.block_m * max(row, row_out)) for i in range(self.q_stages)),
             *((f"k{i}", self.block_n * row) for i in range(self.stages)),
             *((f"v{i}", self.block_n * round_up(problem.head_dim_v, 16)) for i in range(self.stages)),
-            ("scales", 8 * round_up(self.stages, 2)),
+            ("scales", 16 * self.stages),
+            ("means", 4 * problem.head_dim_v * self.warps),
+            ("rows", 16 * self.warps * self.q_stages),
             ("work", 16 * self.work_stages),
             ("barriers", 8 * barriers),
         ]
@@ -82,3 +92,7 @@ class Fp8Sm90Config(Sm90Config):
 def row_bytes(head_dim: int) -> int:
     """Width of a chunk of Q or K in shared memory, which is the box of a tensor map: 128, 64 or 32 bytes."""
     return next(width for width in (32, 64, WIDEST_ROW) if head_dim <= width or width == WIDEST_ROW)
+
+
+_REGISTERS = {2: (24, 240), 3: (32, 160)}
+"""By consumer warpgroups: as of `Sm90Config`, but for a producer that needs few."""

@@ -158,6 +158,7 @@ FORWARD_FP8_SM90 = ParameterBlock(
         Field("batch_heads", I32, "batch * query heads"),
         Field("m_tiles", I32, "query tiles of a head"),
         Field("tiles", I32, "query tiles of all heads"),
+        Field("kv_heads", I32, "key/value heads"),
         Field("q_tiles", I32, "scales of a head of Q"),
         Field("k_tiles", I32, "scales of a head of K, and of V"),
         Field("seqlen_q", I32, ""),

@@ -42,9 +42,9 @@ FORWARD = (
     _row(64, 128, stages=4, q_stages=2, masks=("causal",), dynamic=True, reason="as without a mask; a counter"),
     _row(128, 128, stages=4, q_stages=2, masks=("full",), reason="193 KiB"),
     _row(128, 128, stages=4, q_stages=2, masks=("causal",), dynamic=True, reason="193 KiB; a counter"),
-    _row(256, 128, stages=2, q_stages=2, masks=("full",), tma_store=False, two_level=False,
+    _row(256, 128, stages=2, q_stages=2, masks=("full",), tma_store=False, two_level=False, late_turn=False,
          reason="O takes 128 registers, and no second level fits; 193 KiB"),
-    _row(256, 128, stages=2, q_stages=2, masks=("causal",), tma_store=False, two_level=False, dynamic=True,
+    _row(256, 128, stages=2, q_stages=2, masks=("causal",), tma_store=False, two_level=False, late_turn=False, dynamic=True,
          reason="as without a mask; a counter"),
 )  # fmt: skip
 
