@@ -80,7 +80,7 @@ class Fp8Sm90Config(Sm90Config):
         return [
             *((f"q{i}", self.block_m * max(row, row_out)) for i in range(self.q_stages)),
             *((f"k{i}", self.block_n * row) for i in range(self.stages)),
-            *((f"v{i}", self.block_n * round_up(problem.head_dim_v, 16)) for i in range(self.stages)),
+            *((f"v{i}", self.block_n * problem.head_dim_v) for i in range(self.stages)),
             ("scales", 16 * self.stages),
             ("means", 4 * problem.head_dim_v * self.warps),
             ("rows", 16 * self.warps * self.q_stages),

@@ -142,9 +142,9 @@ FORWARD_SM80 = ParameterBlock(
 FORWARD_FP8_SM90 = ParameterBlock(
     (
         *(Field(f"{tensor}_map", TENSOR_MAP, "") for tensor in ("q", "k", "out")),
-        Field("v", POINTER, "tiles of V^T, as the quantizer writes them"),
+        Field("v", POINTER, "images of V^T (cuflash/fp8_layout.py)"),
         *(Field(f"{tensor}_scale", POINTER, "float32 (batch, heads, tiles)") for tensor in ("q", "k", "v")),
-        Field("v_mean", POINTER, "float32 (batch, key/value heads, head dim), added to the output; null: 0"),
+        Field("v_mean", POINTER, "float32 (batch, key/value heads, head_dim_v), added to the output; null: 0"),
         Field("lse_shift", POINTER, "float32 (batch, heads, queries), added to the LSE; null: 0"),
         Field("out", POINTER, ""),
         Field("lse", POINTER, "null: not wanted"),

@@ -79,6 +79,11 @@ class AttentionProblem:
             raise ValueError(f"input_dtype is {self.input_dtype!r}; accepted are None, {', '.join(INPUT_DTYPES)}")
         if self.input_dtype and (self.task != "forward" or self.access_bytes != 16):
             raise ValueError(f"input_dtype is {self.input_dtype!r}; accepted is that in a forward pass of 16-byte accesses")
+        if self.input_dtype and (self.head_dim % 16 or self.head_dim_v % 16):
+            raise ValueError(
+                f"head_dim is {self.head_dim} and head_dim_v {self.head_dim_v}; accepted are multiples of 16 with an "
+                "input_dtype: the quantizer pads rows"
+            )
         if self.one_level and not self.input_dtype:
             raise ValueError("one_level is True; accepted is that with an input_dtype")
         if self.access_bytes not in (16, 8, 4, 2):
