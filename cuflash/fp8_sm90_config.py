@@ -7,13 +7,12 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from .config import round_up
+from .driver import BYTE, box_bytes
 from .problem import AttentionProblem
-from .sm90_config import WARPGROUP_ROWS, Sm90Config
+from .sm90_config import Sm90Config
 
 TILE = 128
 """Tokens that share a scale; keys of a step."""
-WIDEST_ROW = 128
-"""Bytes of the head dim that a chunk of Q or K has at most: the span of the widest swizzle."""
 OUTPUT_CHUNK = 64
 """Columns of a chunk of the staged output, 128 bytes."""
 MOST_TWO_LEVEL = 128
@@ -72,8 +71,8 @@ class Fp8Sm90Config(Sm90Config):
         return f"{Sm90Config.summary.fget(self)}, O summed {'in fp32' if self.two_level else 'by the tensor cores'}"  # type: ignore[attr-defined]
 
     def smem_sizes(self, problem: AttentionProblem) -> Sequence[tuple[str, int]]:
-        """Q buffers (later the output's staging), K, V^T, scales, V's means and what warps remember of their rows, the published work tiles, mbarriers."""
-        width = row_bytes(problem.head_dim)
+        """Q buffers (later the output's staging), K, V^T, scales, notes of the warps, work tiles, mbarriers."""
+        width = box_bytes(BYTE, problem.head_dim)
         row = round_up(problem.head_dim, width)
         row_out = round_up(problem.head_dim_v, OUTPUT_CHUNK) * 2 if self.tma_store else 0
         barriers = 2 * self.work_stages + 4 * self.stages + 3 * self.q_stages * self.consumers
@@ -87,11 +86,6 @@ class Fp8Sm90Config(Sm90Config):
             ("work", 16 * self.work_stages),
             ("barriers", 8 * barriers),
         ]
-
-
-def row_bytes(head_dim: int) -> int:
-    """Width of a chunk of Q or K in shared memory, which is the box of a tensor map: 128, 64 or 32 bytes."""
-    return next(width for width in (32, 64, WIDEST_ROW) if head_dim <= width or width == WIDEST_ROW)
 
 
 _REGISTERS = {2: (24, 240), 3: (32, 160)}

@@ -91,7 +91,7 @@ def family_serving(problem: AttentionProblem) -> KernelFamily:
     if problem.input_dtype is None:
         return family_of(problem.arch, problem.task)
     if problem.arch not in TMA_TARGETS.values():
-        raise UnsupportedError(f"there are no kernels for {problem.input_dtype} inputs on {problem.arch}: sm_90a has some")
+        raise UnsupportedError(f"{problem.arch} has no kernels for {problem.input_dtype} inputs: sm_90a has some")
     return FAMILIES["forward_fp8_sm90"]
 
 

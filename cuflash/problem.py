@@ -78,7 +78,9 @@ class AttentionProblem:
         if self.input_dtype not in (None, *INPUT_DTYPES):
             raise ValueError(f"input_dtype is {self.input_dtype!r}; accepted are None, {', '.join(INPUT_DTYPES)}")
         if self.input_dtype and (self.task != "forward" or self.access_bytes != 16):
-            raise ValueError(f"input_dtype is {self.input_dtype!r}; accepted is that in a forward pass of 16-byte accesses")
+            raise ValueError(
+                f"input_dtype is {self.input_dtype!r}; accepted is that of a forward pass, 16 bytes at a time"
+            )
         if self.input_dtype and (self.head_dim % 16 or self.head_dim_v % 16):
             raise ValueError(
                 f"head_dim is {self.head_dim} and head_dim_v {self.head_dim_v}; accepted are multiples of 16 with an "
