@@ -25,6 +25,12 @@ DEVICE void mbarrier_wait(u32 bar, u32 parity) {
     asm volatile("{.reg .pred p; again%=: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1; @p bra done%=; bra again%=; done%=: }"
                  :: "r"(bar), "r"(parity) : "memory");
 }
+// Whether it has, at once.
+DEVICE bool mbarrier_test(u32 bar, u32 parity) {
+    u32 done;
+    asm volatile("{.reg .pred p; mbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2; selp.b32 %0, 1, 0, p;}" : "=r"(done) : "r"(bar), "r"(parity) : "memory");
+    return done != 0;
+}
 // Arrives where `elected`, but not before a and b are known (neither ever has the bits that they are compared with, a signalling NaN). ptxas keeps
 // this arrive and a later wgmma.wait_group in order, so the wait cannot rise above the work that leads to a and b.
 DEVICE void mbarrier_arrive_after(u32 bar, bool elected, float a, float b) {
