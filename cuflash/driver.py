@@ -205,14 +205,21 @@ class device_context:
 # --- tensor maps -----------------------------------------------------------------------------------------------
 
 TENSOR_MAP_BYTES = 128
-BOX_COLUMNS = 64
-"""Elements of a row that one TMA instruction moves: 128 bytes, the span of the swizzle."""
+BOX_BYTES = 128
+"""Of a row that one TMA instruction moves, the span of the swizzle."""
+BYTE = "uint8"
+"""The dtype of arrays of 8-bit floats, whose boxes are narrower where their rows are."""
+
+
+def box_bytes(dtype: str, dim: int) -> int:
+    """The width of the boxes of an array whose last axis has ``dim`` elements: 128 bytes, or 64 or 32 of `BYTE`."""
+    return 32 if dtype == BYTE and dim <= 32 else 64 if dtype == BYTE and dim <= 64 else BOX_BYTES
 
 
 def encode_tensor_map(
     address: int, dtype: str, extents: tuple[int, ...], strides_bytes: tuple[int, ...], box_rows: int
 ) -> bytes:
-    """A ``CUtensorMap`` of a (batch, heads, seq, dim) array of 2-byte elements, for boxes of rows of one head.
+    """A ``CUtensorMap`` of a (batch, heads, seq, dim) array of 1- or 2-byte elements, for boxes of rows of one head.
 
     What a box has beyond the array's end is read as zeros and not written.
 
@@ -220,13 +227,13 @@ def encode_tensor_map(
     ----------
     address : int
         A multiple of 16.
-    dtype : {"float16", "bfloat16"}
+    dtype : {"float16", "bfloat16", "uint8"}
     extents : tuple of four int
         (dim, seq, heads, batch), each at least 1.
     strides_bytes : tuple of three int
         Of seq, heads and batch: positive multiples of 16 below 2**40.
     box_rows : int
-        Rows of a box, at most 256; it has 64 columns.
+        Rows of a box, at most 256; it has the columns that `box_bytes` says.
 
     Raises
     ------
@@ -236,7 +243,9 @@ def encode_tensor_map(
     cu = _driver()
     u32, u64 = cu.cuuint32_t, cu.cuuint64_t
     # A read brings the next box's part of the row into the L2 as well; a row of one box has none, but a neighbour head.
-    promotion = "L2_256B" if extents[0] > BOX_COLUMNS else "L2_128B"
+    width = box_bytes(dtype, extents[0])
+    columns = width if dtype == BYTE else width // 2
+    promotion = "L2_256B" if extents[0] > columns else "L2_128B"
     tensor_map = check(
         cu.cuTensorMapEncodeTiled(
             getattr(cu.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{dtype.upper()}"),
@@ -244,10 +253,10 @@ def encode_tensor_map(
             address,
             [u64(extent) for extent in extents],
             [u64(stride) for stride in strides_bytes],
-            [u32(side) for side in (BOX_COLUMNS, box_rows, 1, 1)],
+            [u32(side) for side in (columns, box_rows, 1, 1)],
             [u32(1)] * len(extents),
             cu.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-            cu.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+            getattr(cu.CUtensorMapSwizzle, f"CU_TENSOR_MAP_SWIZZLE_{width}B"),
             getattr(cu.CUtensorMapL2promotion, f"CU_TENSOR_MAP_L2_PROMOTION_{promotion}"),
             cu.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
         )

@@ -128,7 +128,7 @@ def _load(problem: AttentionProblem, device: int) -> LoadedKernel:
 
 def takes_counter(config: KernelConfig) -> bool:
     """Whether a kernel draws its tiles from a counter."""
-    return config.family == "forward_sm90" and cast("Sm90Config", config).dynamic
+    return config.family in ("forward_sm90", "forward_fp8_sm90") and cast("Sm90Config", config).dynamic
 
 
 def find_code(

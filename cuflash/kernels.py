@@ -48,11 +48,24 @@ def _sm90_config(problem: AttentionProblem) -> KernelConfig:
     return sm90.forward_config(problem)
 
 
+def _fp8_sm90_config(problem: AttentionProblem) -> KernelConfig:
+    from .arch import fp8_sm90
+
+    return fp8_sm90.forward_config(problem)
+
+
 FAMILIES = {
     family.name: family
     for family in (
         KernelFamily("forward_sm80", "forward_sm80.cu.j2", "cuflash_fwd_sm80", params.FORWARD_SM80, _sm80_config),
         KernelFamily("forward_sm90", "forward_sm90.cu.j2", "cuflash_fwd_sm90", params.FORWARD_SM90, _sm90_config),
+        KernelFamily(
+            "forward_fp8_sm90",
+            "forward_fp8_sm90.cu.j2",
+            "cuflash_fwd_fp8_sm90",
+            params.FORWARD_FP8_SM90,
+            _fp8_sm90_config,
+        ),
     )
 }
 """Of the forward pass; those of the backward pass are in `cuflash.backward_kernels`."""
@@ -65,6 +78,21 @@ def family_of(arch: str, task: Task = "forward") -> KernelFamily:
     """The family of the kernels for a compile target and a task."""
     generation = "sm90" if arch in TMA_TARGETS.values() else "sm80"
     return family_named(f"{task}_{generation}" if task in ("forward", "backward") else task)
+
+
+def family_serving(problem: AttentionProblem) -> KernelFamily:
+    """The family of a problem's kernel.
+
+    Raises
+    ------
+    UnsupportedError
+        There are no kernels for quantized inputs on its target.
+    """
+    if problem.input_dtype is None:
+        return family_of(problem.arch, problem.task)
+    if problem.arch not in TMA_TARGETS.values():
+        raise UnsupportedError(f"{problem.arch} has no kernels for {problem.input_dtype} inputs: sm_90a has some")
+    return FAMILIES["forward_fp8_sm90"]
 
 
 def family_named(name: str) -> KernelFamily:
@@ -82,7 +110,7 @@ def family_named(name: str) -> KernelFamily:
 
 def select_config(problem: AttentionProblem) -> KernelConfig:
     """The tuned config of a problem; its ``family`` names the kernel."""
-    return family_of(problem.arch, problem.task).config_for(problem)
+    return family_serving(problem).config_for(problem)
 
 
 # --- which family serves a call --------------------------------------------------------------------------------
@@ -257,7 +285,7 @@ def section_heads(problem: AttentionProblem, group: int, seqlen_k: int) -> int:
     """How many query heads run side by side: under a causal mask, a power of two of groups whose K and V L2 holds."""
     if problem.mask != "causal":
         return 1
-    kv_bytes = max(1, seqlen_k) * (problem.head_dim + problem.head_dim_v) * 2
+    kv_bytes = max(1, seqlen_k) * (problem.head_dim + problem.head_dim_v) * problem.input_bytes
     resident = max(1, L2_SECTION_BYTES // kv_bytes)
     return group << (resident.bit_length() - 1)
 

@@ -139,6 +139,36 @@ FORWARD_SM80 = ParameterBlock(
     per_launch=5,
 )
 
+FORWARD_FP8_SM90 = ParameterBlock(
+    (
+        *(Field(f"{tensor}_map", TENSOR_MAP, "") for tensor in ("q", "k", "out")),
+        Field("v", POINTER, "images of V^T (cuflash/fp8_layout.py)"),
+        *(Field(f"{tensor}_scale", POINTER, "float32 (batch, heads, tiles)") for tensor in ("q", "k", "v")),
+        Field("v_mean", POINTER, "float32 (batch, key/value heads, head_dim_v), added to the output; null: 0"),
+        Field("lse_shift", POINTER, "float32 (batch, heads, queries), added to the LSE; null: 0"),
+        Field("out", POINTER, ""),
+        Field("lse", POINTER, "null: not wanted"),
+        Field("tile_counter", POINTER, "null: static order"),
+        *stride_fields("out", ("batch", "seq", "head")),
+        Field("heads", FAST_DIV, "query heads"),
+        Field("group", FAST_DIV, "query heads per key/value head"),
+        Field("section_tiles", FAST_DIV, "query tiles of a section's heads"),
+        Field("section", FAST_DIV, "query heads that share the L2"),
+        Field("last_section", FAST_DIV, "query heads of the last section"),
+        Field("batch_heads", I32, "batch * query heads"),
+        Field("m_tiles", I32, "query tiles of a head"),
+        Field("tiles", I32, "query tiles of all heads"),
+        Field("kv_heads", I32, "key/value heads"),
+        Field("q_tiles", I32, "scales of a head of Q"),
+        Field("k_tiles", I32, "scales of a head of K, and of V"),
+        Field("seqlen_q", I32, ""),
+        Field("seqlen_k", I32, ""),
+        Field("causal_offset", I32, "query i sees keys j <= i + causal_offset"),
+        Field("scale_log2", F32, "scale * log2(e)"),
+    ),
+    per_launch=12,
+)
+
 FORWARD_SM90 = ParameterBlock(
     (
         *(Field(f"{tensor}_map", TENSOR_MAP, "") for tensor in ("q", "k", "v", "out")),

@@ -6,8 +6,10 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 Dtype = Literal["float16", "bfloat16"]
+InputDtype = Literal["float8_e4m3fn"]
 Mask = Literal["full", "causal"]
 DTYPES: tuple[Dtype, ...] = get_args(Dtype)
+INPUT_DTYPES: tuple[InputDtype, ...] = get_args(InputDtype)
 MASKS: tuple[Mask, ...] = get_args(Mask)
 Task = Literal["forward", "backward_rows", "backward", "backward_dq", "quantize_means", "quantize"]
 TASKS: tuple[Task, ...] = get_args(Task)
@@ -27,7 +29,7 @@ class AttentionProblem:
     head_dim, head_dim_v : int
         D of Q and K, and Dv of V and the output; 1 to 256.
     dtype : {"float16", "bfloat16"}
-        Type of Q, K, V and the output.
+        Type of Q, K, V and the output; of the output alone where there is an ``input_dtype``.
     mask : {"full", "causal"}
         Both causal alignments are the same code: the offset is a run-time parameter.
     access_bytes : {16, 8, 4, 2}
@@ -44,6 +46,10 @@ class AttentionProblem:
         is ``"full"``.
     short : bool
         There are few queries, and the tuning table has a row of its own for that.
+    input_dtype : {"float8_e4m3fn"}, optional
+        Type of quantized Q, K and V.
+    one_level : bool
+        Of these: leave the output's sum to the tensor cores, which is faster, and right where V has no mean.
     """
 
     head_dim: int
@@ -55,6 +61,8 @@ class AttentionProblem:
     arch: str
     task: Task = "forward"
     short: bool = False
+    input_dtype: InputDtype | None = None
+    one_level: bool = False
 
     def __post_init__(self) -> None:
         for name, value in (("head_dim", self.head_dim), ("head_dim_v", self.head_dim_v)):
@@ -68,5 +76,23 @@ class AttentionProblem:
             raise ValueError(f"mask is {self.mask!r}; task {self.task!r} knows none: accepted is full")
         if self.task != "forward" and self.scale_first:
             raise ValueError(f"scale_first is True; task {self.task!r} has no such variant: accepted is False")
+        if self.input_dtype not in (None, *INPUT_DTYPES):
+            raise ValueError(f"input_dtype is {self.input_dtype!r}; accepted are None, {', '.join(INPUT_DTYPES)}")
+        if self.input_dtype and (self.task != "forward" or self.access_bytes != 16):
+            raise ValueError(
+                f"input_dtype is {self.input_dtype!r}; accepted is that of a forward pass, 16 bytes at a time"
+            )
+        if self.input_dtype and (self.head_dim % 16 or self.head_dim_v % 16):
+            raise ValueError(
+                f"head_dim is {self.head_dim} and head_dim_v {self.head_dim_v}; accepted are multiples of 16 with an "
+                "input_dtype: the quantizer pads rows"
+            )
+        if self.one_level and not self.input_dtype:
+            raise ValueError("one_level is True; accepted is that with an input_dtype")
         if self.access_bytes not in (16, 8, 4, 2):
             raise ValueError(f"access_bytes is {self.access_bytes}; accepted are 16, 8, 4 and 2")
+
+    @property
+    def input_bytes(self) -> int:
+        """Of an element of Q, K or V."""
+        return 1 if self.input_dtype else 2

@@ -190,6 +190,10 @@ DEVICE float quad_max(float x) {
     x = max_f32(x, __shfl_xor_sync(~0u, x, 1));
     return max_f32(x, __shfl_xor_sync(~0u, x, 2));
 }
+DEVICE int quad_max_s32(int x) {
+    x = max_int(x, __shfl_xor_sync(~0u, x, 1));
+    return max_int(x, __shfl_xor_sync(~0u, x, 2));
+}
 DEVICE float quad_sum(float x) {
     x += __shfl_xor_sync(~0u, x, 1);
     return x + __shfl_xor_sync(~0u, x, 2);

@@ -25,6 +25,12 @@ DEVICE void mbarrier_wait(u32 bar, u32 parity) {
     asm volatile("{.reg .pred p; again%=: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1; @p bra done%=; bra again%=; done%=: }"
                  :: "r"(bar), "r"(parity) : "memory");
 }
+// Whether it has, at once.
+DEVICE bool mbarrier_test(u32 bar, u32 parity) {
+    u32 done;
+    asm volatile("{.reg .pred p; mbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2; selp.b32 %0, 1, 0, p;}" : "=r"(done) : "r"(bar), "r"(parity) : "memory");
+    return done != 0;
+}
 // Arrives where `elected`, but not before a and b are known (neither ever has the bits that they are compared with, a signalling NaN). ptxas keeps
 // this arrive and a later wgmma.wait_group in order, so the wait cannot rise above the work that leads to a and b.
 DEVICE void mbarrier_arrive_after(u32 bar, bool elected, float a, float b) {
@@ -108,6 +114,13 @@ template <int kCount>
 DEVICE void keep_below(float (&x)[kCount]) {
     #pragma unroll
     for (int i = 0; i < kCount; i++) asm volatile("" : "+f"(x[i]) :: "memory");
+}
+// Four fp32 values as e4m3, round to nearest even, 448 at most; `a` goes to the lowest byte. Stays where it is written, as pack_pair_here does.
+DEVICE u32 pack_e4m3_here(float a, float b, float c, float d) {
+    u32 r;
+    asm volatile("{.reg .b16 l, h; cvt.rn.satfinite.e4m3x2.f32 l, %2, %1; cvt.rn.satfinite.e4m3x2.f32 h, %4, %3; mov.b32 %0, {l, h};}"
+                 : "=r"(r) : "f"(a), "f"(b), "f"(c), "f"(d));
+    return r;
 }
 // As pack_pair, but stays where it is written: the registers of P belong to the tensor cores until P V has been waited for.
 template <bool kBf16>

@@ -1,0 +1,158 @@
+"""Launch plans of attention on quantized tensors: sizes to a packed parameter block, addresses to a launch."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, cast
+
+from . import counters, driver, jit, kernels
+from .fp8_sm90_config import TILE, Fp8Sm90Config
+from .jit import LoadedKernel, TensorGeometry
+from .params import FORWARD_FP8_SM90, fast_div
+from .problem import AttentionProblem, Dtype
+from .request import FOLDED_SCALES, LOG2_E, TMA_TILE_ROWS
+
+TARGET = "sm_90a"
+
+_pack = FORWARD_FP8_SM90.launch_block.pack_into
+
+
+class Fp8Call(NamedTuple):
+    """What a plan depends on.
+
+    Attributes
+    ----------
+    batch, heads, heads_k, seqlen_q, seqlen_k : int
+    head_dim, head_dim_v : int
+        As the quantizer pads them: multiples of 16.
+    out_dtype : {"float16", "bfloat16"}
+    causal_offset : int or None
+        Query i sees keys j <= i + causal_offset; None without a mask.
+    scale : float
+    q_strides, k_strides, out_strides : tuple of int
+        Along (batch, seq, heads), in bytes; multiples of 16. ``out`` has rows of ``head_dim_v`` columns.
+    """
+
+    batch: int
+    heads: int
+    heads_k: int
+    seqlen_q: int
+    seqlen_k: int
+    head_dim: int
+    head_dim_v: int
+    out_dtype: Dtype
+    causal_offset: int | None
+    scale: float
+    q_strides: tuple[int, int, int]
+    k_strides: tuple[int, int, int]
+    out_strides: tuple[int, int, int]
+
+    @property
+    def problem(self) -> AttentionProblem:
+        """The kernel that serves the call."""
+        return AttentionProblem(
+            head_dim=self.head_dim,
+            head_dim_v=self.head_dim_v,
+            dtype=self.out_dtype,
+            mask="full" if self.causal_offset is None else "causal",
+            access_bytes=16,
+            scale_first=not FOLDED_SCALES[0] <= self.scale * LOG2_E <= FOLDED_SCALES[1],
+            arch=TARGET,
+            input_dtype="float8_e4m3fn",
+        )
+
+
+class Fp8Addresses(NamedTuple):
+    """Where a call's arrays are, in the order of the parameter block; 0: null."""
+
+    v: int
+    q_scale: int
+    k_scale: int
+    v_scale: int
+    v_mean: int
+    lse_shift: int
+    out: int
+    lse: int
+
+
+class Fp8Plan:
+    """Everything about a call but its pointers.
+
+    Parameters
+    ----------
+    call : Fp8Call
+        With rows and keys.
+    loaded : LoadedKernel
+        One for ``call.problem``.
+    """
+
+    __slots__ = ("_counted", "_geometry", "_grid", "_tail", "loaded")
+
+    def __init__(self, call: Fp8Call, loaded: LoadedKernel) -> None:
+        config = cast("Fp8Sm90Config", loaded.config)
+        grid = kernels.persistent_grid(
+            loaded.problem,
+            config,
+            call.batch * call.heads,
+            call.heads // call.heads_k,
+            call.seqlen_q,
+            call.seqlen_k,
+            driver.multiprocessors(loaded.kernel.device),
+        )
+        self.loaded = loaded
+        self._grid = (grid.blocks, 1, 1)
+        self._counted = jit.takes_counter(config)
+        self._tail = FORWARD_FP8_SM90.pack_tail(_values(call, grid))
+        self._geometry = (
+            _geometry(driver.BYTE, call.head_dim, call.seqlen_q, call.heads, call.batch, call.q_strides, TMA_TILE_ROWS),
+            _geometry(driver.BYTE, call.head_dim, call.seqlen_k, call.heads_k, call.batch, call.k_strides, TILE),
+            _geometry(
+                call.out_dtype, call.head_dim_v, call.seqlen_q, call.heads, call.batch, call.out_strides, TMA_TILE_ROWS
+            ),
+        )
+
+    def launch(self, q: int, k: int, addresses: Fp8Addresses, stream: int) -> None:
+        """Launch on a stream of the kernel's device, whose context must be current."""
+        loaded = self.loaded
+        device = loaded.kernel.device
+        buffer = jit.argument_buffer(device)
+        maps = jit.tensor_maps(self, self._geometry, q, k, addresses.out)
+        counter = counters.take(device, stream) if self._counted else counters.NO_COUNTER
+        _pack(buffer.block, 0, maps, *addresses, counter, self._tail)
+        block, smem_bytes = (loaded.config.threads, 1, 1), loaded.config.smem_bytes(loaded.problem)
+        driver.launch(loaded.kernel.handle, self._grid, block, smem_bytes, stream, buffer.address)
+
+
+def make_plan(call: Fp8Call, device: int) -> Fp8Plan:
+    """Plan a call; compiles and loads its kernel if that was not done before."""
+    return Fp8Plan(call, jit.kernel_for(call.problem, device))
+
+
+def _values(call: Fp8Call, grid: kernels.PersistentGrid) -> dict[str, int | float | tuple[int, ...]]:
+    """The parameter block but for what follows from addresses."""
+    strides = zip(("batch", "seq", "head"), call.out_strides, strict=True)
+    return {
+        **{f"out_{axis}_stride": stride // 2 for axis, stride in strides},
+        "heads": fast_div(call.heads),
+        "group": fast_div(call.heads // call.heads_k),
+        "section_tiles": fast_div(grid.section * grid.m_tiles),
+        "section": fast_div(grid.section),
+        "last_section": fast_div(grid.last_section),
+        "batch_heads": call.batch * call.heads,
+        "m_tiles": grid.m_tiles,
+        "tiles": grid.tiles,
+        "kv_heads": call.heads_k,
+        "q_tiles": -(-call.seqlen_q // TILE),
+        "k_tiles": -(-call.seqlen_k // TILE),
+        "seqlen_q": call.seqlen_q,
+        "seqlen_k": call.seqlen_k,
+        "causal_offset": call.causal_offset or 0,
+        "scale_log2": call.scale * LOG2_E,
+    }
+
+
+def _geometry(
+    dtype: str, dim: int, seqlen: int, heads: int, batch: int, strides: tuple[int, int, int], box_rows: int
+) -> TensorGeometry:
+    """An array as a tensor map sees it."""
+    by_batch, by_row, by_head = strides
+    return TensorGeometry(dtype, (dim, seqlen, heads, batch), (by_row, by_head, by_batch), box_rows)
