@@ -158,6 +158,8 @@ def device_targets(arch: str, access_bytes: int = WIDEST_ACCESS, task: Task = "f
 def problem_targets(problem: AttentionProblem) -> tuple[str, ...]:
     """Those of `device_targets` that have a kernel for a problem of the device's own target."""
     targets = device_targets(problem.arch, problem.access_bytes, problem.task)
+    if problem.input_dtype is not None:
+        return tuple(target for target in targets if target in TMA_TARGETS.values()) or (problem.arch,)
     if problem.task == "forward":
         return targets
     from .backward_kernels import has_kernels
@@ -315,9 +317,20 @@ def shipped_problems(arch: str) -> Iterator[AttentionProblem]:
         yield from variants_by_length(replace(base, scale_first=True))
         for access_bytes in () if arch in TMA_TARGETS.values() else (8, 4, 2):
             yield replace(base, access_bytes=access_bytes)
+    if arch in TMA_TARGETS.values():
+        yield from _shipped_fp8_problems(arch)
     from .backward_kernels import shipped_problems as shipped_backward_problems
 
     yield from shipped_backward_problems(arch)
+
+
+def _shipped_fp8_problems(arch: str) -> Iterator[AttentionProblem]:
+    for (d, dv), dtype, mask in product(SHIPPED_HEAD_DIMS, DTYPES, MASKS):
+        yield AttentionProblem(d, dv, dtype, mask, 16, False, arch, input_dtype="float8_e4m3fn")
+    for d, mask in product((64, 128), MASKS):
+        base = AttentionProblem(d, d, "bfloat16", mask, 16, False, arch, input_dtype="float8_e4m3fn")
+        yield replace(base, scale_first=True)
+        yield replace(base, one_level=True)
 
 
 def variants_by_length(problem: AttentionProblem) -> Iterator[AttentionProblem]:

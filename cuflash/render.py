@@ -141,6 +141,8 @@ def dump_command(problem: AttentionProblem, config: KernelConfig) -> str:
     words += ["--causal"] if problem.mask == "causal" else []
     words += ["--scale-first"] if problem.scale_first else []
     words += ["--short"] if problem.short else []
+    words += [f"--input-dtype {problem.input_dtype}"] if problem.input_dtype else []
+    words += ["--one-level"] if problem.one_level else []
     words += ["--config " + ",".join(changed)] if changed else []
     return " ".join(words)
 

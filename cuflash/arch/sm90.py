@@ -92,6 +92,7 @@ def is_short(problem: AttentionProblem, seqlen_q: int) -> bool:
     """Whether a problem of so many queries has a row of its own."""
     return (
         problem.task == "forward"
+        and problem.input_dtype is None
         and seqlen_q <= SHORT
         and any(row.serves(replace(problem, short=True)) for row in FORWARD)
     )

@@ -7,7 +7,8 @@ import dataclasses
 
 from ..backward_config import BackwardConfig, BackwardRowsConfig, BackwardSm90Config
 from ..config import KernelConfig
-from ..problem import TASKS, AttentionProblem
+from ..fp8_sm90_config import Fp8Sm90Config
+from ..problem import INPUT_DTYPES, TASKS, AttentionProblem
 from ..sm80_config import Sm80Config
 from ..sm90_config import Sm90Config
 
@@ -25,6 +26,8 @@ def add_problem_options(parser: argparse._ActionsContainer) -> None:
     parser.add_argument(
         "--scale-first", action="store_true", help="the variant for scales that are 0, negative or extreme"
     )
+    parser.add_argument("--input-dtype", choices=INPUT_DTYPES, help="type of quantized Q, K and V")
+    parser.add_argument("--one-level", action="store_true", help="of these, the variant for V without a mean")
     parser.add_argument("--short", action="store_true", help="the variant for few queries, where there is one")
 
 
@@ -37,7 +40,7 @@ def problem_from(args: argparse.Namespace, arch: str) -> AttentionProblem:
         A head dim that no kernel takes, or one whose rows no access of ``--access-bytes`` fits.
     """
     head_dim_v = args.head_dim if args.head_dim_v is None else args.head_dim_v
-    widest = widest_access(args.head_dim, head_dim_v)
+    widest = 16 if args.input_dtype else widest_access(args.head_dim, head_dim_v)
     if args.access_bytes and args.access_bytes > widest:
         raise ValueError(
             f"--access-bytes is {args.access_bytes}; head dims {args.head_dim} and {head_dim_v} take at most {widest}"
@@ -52,6 +55,8 @@ def problem_from(args: argparse.Namespace, arch: str) -> AttentionProblem:
         arch=arch,
         task=args.task,
         short=args.short,
+        input_dtype=args.input_dtype,
+        one_level=args.one_level,
     )
 
 
@@ -76,7 +81,7 @@ def default_arch() -> str:
 
 def parse_override(text: str) -> dict[str, int]:
     """``block_n=48,ctas=2``: fields of the tuning table's config to change, of whichever family."""
-    families = (Sm80Config, Sm90Config, BackwardConfig, BackwardSm90Config, BackwardRowsConfig)
+    families = (Sm80Config, Sm90Config, Fp8Sm90Config, BackwardConfig, BackwardSm90Config, BackwardRowsConfig)
     types = {field.name: field.type for family in families for field in dataclasses.fields(family) if field.compare}
     override: dict[str, int] = {}
     for part in text.split(","):

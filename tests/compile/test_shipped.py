@@ -90,7 +90,8 @@ def test_a_hopper_kernel_uses_its_own_instructions(hopper_problem, compilations)
     assert compiled.seconds <= HOPPER_SECONDS
     program = find_disassembler()
     code = disassemble(program, compiled.cubin) if program else to_ptx(render(hopper_problem, config))
-    for instruction in ("HGMMA", "UTMALDG") if program else ("wgmma.mma_async", "cp.async.bulk.tensor"):
+    product = "QGMMA" if hopper_problem.input_dtype else "HGMMA"
+    for instruction in (product, "UTMALDG") if program else ("wgmma.mma_async", "cp.async.bulk.tensor"):
         assert instruction in code
     stores_by_tma = config.tma_store if isinstance(config, Sm90Config) else True
     assert ("UTMASTG" if program else "cp.async.bulk.tensor.4d.global") in code or not stores_by_tma

@@ -149,7 +149,7 @@ class FakeGpu:
     def encode_tensor_map(self, address: int, *geometry: Any) -> bytes:
         """Refuses what `cuTensorMapEncodeTiled` refuses; the map's bytes are the arguments."""
         made = TensorMap(address, *geometry)
-        assert address % 16 == 0 and made.dtype in ("float16", "bfloat16")
+        assert address % 16 == 0 and made.dtype in ("float16", "bfloat16", driver.BYTE)
         assert len(made.extents) == 4 and all(0 < extent <= 2**32 for extent in made.extents)
         assert len(made.strides) == 3 and all(s > 0 and s % 16 == 0 and s < 2**40 for s in made.strides)
         assert 0 < made.box_rows <= 256

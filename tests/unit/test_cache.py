@@ -84,14 +84,16 @@ def test_a_key_holds_all_that_determines_a_cubin():
         "arch": "sm_80",
         "task": "backward",
         "short": True,
+        "input_dtype": "float8_e4m3fn",
     }.items():
         seen.add(cache_key(replace(PROBLEM, **{field: value}), CONFIG))
     for field in ("block_m", "block_n", "warps", "stages", "q_registers", "ctas"):
         seen.add(cache_key(PROBLEM, replace(CONFIG, **{field: getattr(CONFIG, field) + 16})))
     seen.add(cache_key(PROBLEM, CONFIG, lineinfo=True))
     seen.add(cache_key(PROBLEM, CONFIG, ptx=True))
-    assert len(seen) == 18
-    assert len({key.base for key in seen}) == 18
+    seen.add(cache_key(replace(PROBLEM, input_dtype="float8_e4m3fn", one_level=True), CONFIG))
+    assert len(seen) == 20
+    assert len({key.base for key in seen}) == 20
 
 
 def test_a_key_holds_nothing_else():

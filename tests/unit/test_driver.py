@@ -138,9 +138,15 @@ class FakeBindings:
     def cuLibraryUnload(self, library):
         return self._did("cuLibraryUnload", library)
 
-    CUtensorMapDataType = members({"CU_TENSOR_MAP_DATA_TYPE_FLOAT16": 6, "CU_TENSOR_MAP_DATA_TYPE_BFLOAT16": 9})
+    CUtensorMapDataType = members(
+        {
+            "CU_TENSOR_MAP_DATA_TYPE_UINT8": 0,
+            "CU_TENSOR_MAP_DATA_TYPE_FLOAT16": 6,
+            "CU_TENSOR_MAP_DATA_TYPE_BFLOAT16": 9,
+        }
+    )
     CUtensorMapInterleave = members({"CU_TENSOR_MAP_INTERLEAVE_NONE": 0})
-    CUtensorMapSwizzle = members({"CU_TENSOR_MAP_SWIZZLE_128B": 3})
+    CUtensorMapSwizzle = members({f"CU_TENSOR_MAP_SWIZZLE_{32 << i}B": 1 + i for i in range(3)})
     CUtensorMapL2promotion = members({"CU_TENSOR_MAP_L2_PROMOTION_L2_128B": 2, "CU_TENSOR_MAP_L2_PROMOTION_L2_256B": 3})
     CUtensorMapFloatOOBfill = members({"CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE": 0})
 
@@ -393,16 +399,27 @@ def test_a_failed_launch_raises(cuda):
         driver.launch(kernel.handle, (1, 1, 1), (1, 1, 1), 0, 0, driver.ArgumentBuffer(16).address)
 
 
-@pytest.mark.parametrize(("dtype", "number", "dim", "promotion"), [("float16", 6, 96, 3), ("bfloat16", 9, 64, 2)])
-def test_a_tensor_map_has_boxes_of_rows(cuda, dtype, number, dim, promotion):
-    """64 columns by some rows of one head, swizzled over 128 bytes, zeros beyond the end.
+@pytest.mark.parametrize(
+    ("dtype", "number", "dim", "columns", "swizzle", "promotion"),
+    [
+        ("float16", 6, 96, 64, 3, 3),
+        ("bfloat16", 9, 64, 64, 3, 2),
+        ("uint8", 0, 256, 128, 3, 3),
+        ("uint8", 0, 80, 128, 3, 2),
+        ("uint8", 0, 64, 64, 2, 2),
+        ("uint8", 0, 48, 64, 2, 2),
+        ("uint8", 0, 32, 32, 1, 2),
+    ],
+)
+def test_a_tensor_map_has_boxes_of_rows(cuda, dtype, number, dim, columns, swizzle, promotion):
+    """128 bytes of some rows of one head, swizzled over as many, zeros beyond the end; of short rows of bytes less.
 
     The L2 reads 256 bytes at once where a row has more than one box's 128, and no other head's bytes where it has not.
     """
     extents, strides = (dim, 1000, 8, 2), (1536, 192, 1536000)
     encoded = driver.encode_tensor_map(1 << 40, dtype, extents, strides, 128)
     assert encoded == bytes(range(128))
-    expected = (number, 4, 1 << 40, extents, strides, (64, 128, 1, 1), (1, 1, 1, 1), 0, 3, promotion, 0)
+    expected = (number, 4, 1 << 40, extents, strides, (columns, 128, 1, 1), (1, 1, 1, 1), 0, swizzle, promotion, 0)
     assert cuda.calls[-1][2] == expected
 
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from cuflash.params import (
     F32,
     FAST_DIV,
+    FORWARD_FP8_SM90,
     FORWARD_SM80,
     FORWARD_SM90,
     I32,
@@ -87,7 +88,17 @@ def test_the_hopper_block_begins_with_aligned_tensor_maps():
     assert FORWARD_SM90.size <= 4096
 
 
-@pytest.mark.parametrize("block", [FORWARD_SM80, FORWARD_SM90], ids=["sm_80", "sm_90"])
+def test_the_block_for_quantized_inputs_has_three_maps_before_its_pointers():
+    placed = FORWARD_FP8_SM90.placed
+    assert [(f.name, f.offset) for f in placed[:5]] == [
+        ("q_map", 0), ("k_map", 128), ("out_map", 256), ("v", 384), ("q_scale", 392),
+    ]  # fmt: skip
+    behind = as_structure(ParameterBlock(FORWARD_FP8_SM90.fields[3:]))
+    assert [f.offset - 384 for f in placed[3:]] == [getattr(behind, f.name).offset for f in placed[3:]]
+    assert FORWARD_FP8_SM90.size % 64 == 0 and FORWARD_FP8_SM90.size <= 4096
+
+
+@pytest.mark.parametrize("block", [FORWARD_SM80, FORWARD_SM90, FORWARD_FP8_SM90], ids=["sm_80", "sm_90", "fp8_sm_90"])
 def test_a_launch_is_the_block_packed_in_two_parts(block):
     values = {f.name: bytes([i]) * 128 if f.type is TENSOR_MAP else i for i, f in enumerate(block.fields)}
     values |= {f.name: (1, 2, 3) for f in block.fields if f.type is FAST_DIV}

@@ -47,6 +47,18 @@ HOPPER_NEIGHBOURS = [
         {"head_dim": 64, "head_dim_v": 64, "short": True},
     )
 ]
+FP8_NEIGHBOURS = [
+    replace(HOPPER, input_dtype="float8_e4m3fn", **change)
+    for change in (
+        {},
+        {"head_dim": 64},
+        {"head_dim_v": 256},
+        {"dtype": "float16"},
+        {"mask": "full"},
+        {"scale_first": True},
+        {"one_level": True},
+    )
+]
 
 
 def rendered(problem=PROBLEM):
@@ -179,7 +191,7 @@ def test_the_text_of_a_hopper_kernel_states_its_problem_and_config(problem):
     assert source.text.count(f" {source.symbol}(") == 1
 
 
-@pytest.mark.parametrize("neighbours", [NEIGHBOURS, HOPPER_NEIGHBOURS], ids=["sm_80", "sm_90"])
+@pytest.mark.parametrize("neighbours", [NEIGHBOURS, HOPPER_NEIGHBOURS, FP8_NEIGHBOURS], ids=["sm_80", "sm_90", "fp8"])
 def test_every_field_of_a_problem_changes_what_is_compiled(neighbours):
     sources = [rendered(problem) for problem in neighbours]
     for one, other in combinations(sources, 2):
