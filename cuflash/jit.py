@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from .compiled import Compiled
     from .config import ForwardConfig, KernelConfig
     from .quantize_plan import QuantizePlan
+    from .quantized_plan import QuantizedPlan
     from .settings import Settings
     from .sm90_config import Sm90Config
 
@@ -462,6 +463,7 @@ def _common_values(request: Request) -> dict[str, Any]:
 PLANS: dict[Hashable, CallPlan] = {}
 BACKWARD_PLANS: dict[Hashable, BackwardPlan] = {}
 QUANTIZE_PLANS: dict[Hashable, QuantizePlan] = {}
+QUANTIZED_PLANS: dict[Hashable, QuantizedPlan] = {}
 _table_lock = threading.Lock()
 
 
@@ -486,6 +488,7 @@ def forget_plans() -> None:
         PLANS.clear()
         BACKWARD_PLANS.clear()
         QUANTIZE_PLANS.clear()
+        QUANTIZED_PLANS.clear()
 
 
 Key = TypeVar("Key")

@@ -11,9 +11,11 @@ Mask = Literal["full", "causal"]
 DTYPES: tuple[Dtype, ...] = get_args(Dtype)
 INPUT_DTYPES: tuple[InputDtype, ...] = get_args(InputDtype)
 MASKS: tuple[Mask, ...] = get_args(Mask)
-Task = Literal["forward", "backward_rows", "backward", "backward_dq", "quantize_means", "quantize"]
+Task = Literal[
+    "forward", "backward_rows", "backward", "backward_dq", "quantize_means", "quantize", "quantize_lse"
+]  # fmt: skip
 TASKS: tuple[Task, ...] = get_args(Task)
-MASKLESS: tuple[Task, ...] = ("backward_rows", "backward_dq", "quantize_means", "quantize")
+MASKLESS: tuple[Task, ...] = ("backward_rows", "backward_dq", "quantize_means", "quantize", "quantize_lse")
 
 MAX_HEAD_DIM = 256
 
@@ -40,10 +42,10 @@ class AttentionProblem:
         scales that are zero, negative, or so small or large that their reciprocal is useless.
     arch : str
         Compile target, for example ``"sm_90"``. ``"sm_90a"`` has kernels of its own, which load by TMA.
-    task : {"forward", "backward_rows", "backward", "backward_dq", "quantize_means", "quantize"}
+    task : {"forward", "backward_rows", "backward", "backward_dq", "quantize_means", "quantize", "quantize_lse"}
         What the kernel computes: the forward pass; of the backward pass, the constants of the query rows, the
-        gradients, or dQ from its sums; of the quantizer, means or codes. Those beside the products know no mask: theirs
-        is ``"full"``.
+        gradients, or dQ from its sums; of the quantizer, means or codes, or what the means add to the LSE. Those beside
+        the products know no mask: theirs is ``"full"``.
     short : bool
         There are few queries, and the tuning table has a row of its own for that.
     input_dtype : {"float8_e4m3fn"}, optional

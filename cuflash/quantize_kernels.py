@@ -12,10 +12,10 @@ from .config import KernelConfig, pitches
 from .cpu_quantize import PARTIALS, SAMPLE
 from .fp8_layout import TILE
 from .kernels import SHIPPED_HEAD_DIMS, TMA_TARGETS, KernelFamily
-from .params import FAST_DIV, I32, I64, POINTER, CType, Field, ParameterBlock, stride_fields
+from .params import F32, FAST_DIV, I32, I64, POINTER, CType, Field, ParameterBlock, stride_fields
 from .problem import DTYPES, AttentionProblem
 
-__all__ = ["FAMILIES", "MEANS", "QUANTIZE", "QuantizeConfig", "QuantizeMeansConfig", "shipped_problems"]
+__all__ = ["FAMILIES", "LSE_SHIFT", "MEANS", "QUANTIZE", "QuantizeConfig", "QuantizeLseConfig", "QuantizeMeansConfig", "shipped_problems"]
 
 
 SIGN_BITS = CType("SignBits", "8I", 32, 4)
@@ -94,6 +94,29 @@ class QuantizeMeansConfig(KernelConfig):
         return [("sums", 32 * self.threads), ("counts", 32 * self.threads)]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuantizeLseConfig(KernelConfig):
+    """The kernel before attention whose LSE is wanted: what the mean of K adds to it."""
+
+    family: ClassVar[str] = "quantize_lse"
+    threads: int = field(default=128)
+
+    @property
+    def ctas(self) -> int:
+        return 1
+
+    @property
+    def label(self) -> str:
+        return f"t{self.threads}"
+
+    @property
+    def summary(self) -> str:
+        return f"{TILE} rows, {self.threads} threads"
+
+    def smem_sizes(self, problem: AttentionProblem) -> Sequence[tuple[str, int]]:
+        return ()
+
+
 def quantize_config(problem: AttentionProblem) -> QuantizeConfig:
     """Two stages where they fit, and as many blocks as registers and shared memory allow."""
     dim = max(problem.head_dim, problem.head_dim_v)
@@ -108,6 +131,11 @@ def quantize_config(problem: AttentionProblem) -> QuantizeConfig:
 def quantize_means_config(problem: AttentionProblem) -> QuantizeMeansConfig:
     """One for all problems."""
     return QuantizeMeansConfig(reason="all loads of a thread in flight")
+
+
+def quantize_lse_config(problem: AttentionProblem) -> QuantizeLseConfig:
+    """One for all problems."""
+    return QuantizeLseConfig(reason="one pass over Q, bound by memory")
 
 
 QUANTIZE = ParameterBlock(
@@ -156,11 +184,29 @@ MEANS = ParameterBlock(
     per_launch=4,
 )
 
+LSE_SHIFT = ParameterBlock(
+    (
+        Field("q", POINTER, "e4m3 in rows"),
+        Field("q_scales", POINTER, "float32 (batch, heads, tiles)"),
+        Field("k_mean", POINTER, "float32 (batch, key/value heads, head_dim)"),
+        Field("shift", POINTER, "float32 (batch, heads, queries)"),
+        *(Field(f"q_{axis}_stride", I64, "in bytes") for axis in ("batch", "seq", "head")),
+        Field("tiles", FAST_DIV, "of a head"),
+        Field("heads", FAST_DIV, "query heads"),
+        Field("group", FAST_DIV, "query heads per key/value head"),
+        Field("kv_heads", I32, "key/value heads"),
+        Field("seqlen", I32, "queries"),
+        Field("scale", F32, ""),
+    ),
+    per_launch=4,
+)
+
 FAMILIES = {
     family.name: family
     for family in (
         KernelFamily("quantize", "quantize.cu.j2", "cuflash_quantize", QUANTIZE, quantize_config),
         KernelFamily("quantize_means", "quantize_means.cu.j2", "cuflash_means", MEANS, quantize_means_config),
+        KernelFamily("quantize_lse", "quantize_lse.cu.j2", "cuflash_lse_shift", LSE_SHIFT, quantize_lse_config),
     )
 }
 

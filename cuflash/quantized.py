@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -123,10 +124,26 @@ class QuantizedTensor:
         """Of the arrays."""
         return _kind("payload", self.payload)
 
-    @property
+    @cached_property
     def device(self) -> int:
         """CUDA ordinal, or -1."""
         return self.kind.operand("scales", self.scales).device
+
+    @cached_property
+    def traits(self) -> tuple[Any, ...]:
+        """All that a plan of attention depends on, but for addresses: part of a dictionary key."""
+        kind = self.kind
+        arrays = (self.payload, self.scales) if self.mean is None else (self.payload, self.scales, self.mean)
+        forms = tuple(kind.geometry(x)[0] for x in arrays)
+        misplaced = any(address % 16 for address in self.addresses)
+        return forms, self.dtype, self.role, self.layout, self.storage, self.shape, self.source_dtype, self.seed, misplaced
+
+    @cached_property
+    def addresses(self) -> tuple[int, int, int]:
+        """Of payload, scales and mean (0: none)."""
+        geometry = self.kind.geometry
+        mean = 0 if self.mean is None else geometry(self.mean)[1]
+        return geometry(self.payload)[1], geometry(self.scales)[1], mean
 
     @property
     def nbytes(self) -> int:

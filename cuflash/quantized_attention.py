@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple, cast
 
-from .arrays import CPU, FLOAT8, Kind, kind_of
+from .arrays import CPU, Kind, kind_of
 from .checks import check_causal, check_flag, check_layout, check_scale, check_shapes, check_written, make_request
 from .errors import UnsupportedError
 from .fp8_layout import by_head
+from .jit import QUANTIZED_PLANS
 from .quantization import quantize_qkv
 from .quantized import QuantizedTensor
 from .request import Causal
@@ -69,14 +70,26 @@ def attention_quantizing(
     if kind is None:
         from .arrays import bridge
 
+        if bridge.is_traced(q, k, v):
+            raise UnsupportedError(
+                "precision='fp8' is not for JAX tracers: call it outside of jax.jit, jax.grad, jax.vmap and the like, "
+                "or without precision"
+            )
         options = {"causal": causal, "scale": scale, "layout": layout, "return_lse": return_lse, "out_dtype": out_dtype}
         outputs = {} if out is None else {"out": out}
         return bridge.call(
             lambda views: attention_quantizing(**{"out": None, **views}, **options), {"q": q, "k": k, "v": v}, outputs
         )
+    if kind.follower((q, k, v)):
+        raise UnsupportedError(
+            "precision='fp8' is not followed by autograd, torch.compile or transformations, and q, k or v is: call it "
+            "under torch.no_grad(), with q.detach() and so on, or without precision"
+        )
     request = make_request((q, k, v), None, causal=causal, scale=scale, layout=layout, return_lse=return_lse)
     if request.device != CPU:
-        _refuse_gpu()
+        from .quantized_plan import check_device
+
+        check_device(request.device)
     quantized = quantize_qkv(q, k, v, layout=request.layout)
     out_dtype = request.q.dtype if out_dtype is None else out_dtype
     return attention_quantized(
@@ -97,10 +110,27 @@ def attention_quantized(
     out_dtype: Any = None,
 ) -> Any:
     """`cuflash.attention` of quantized tensors."""
-    call = check_quantized(
-        q, k, v, causal=causal, scale=scale, layout=layout, return_lse=return_lse, out=out, out_dtype=out_dtype
-    )
-    return _attend_on_cpu(call) if call.q.device == CPU else _attend_on_gpu(call)
+    out_key, out_at = None, 0
+    key: Any
+    try:
+        if out is not None:
+            out_key, out_at = q.kind.geometry(out)
+        options = (causal, scale, layout, return_lse, out_dtype)
+        key = (q.traits, k.traits, v.traits, out_key, out_at & 15, *options)
+        plan = QUANTIZED_PLANS.get(key)
+    except (AttributeError, TypeError, RuntimeError):  # on the CPU, or not what it should be: checked below
+        key = plan = None
+    if plan is None:
+        call = check_quantized(
+            q, k, v, causal=causal, scale=scale, layout=layout, return_lse=return_lse, out=out, out_dtype=out_dtype
+        )
+        if call.q.device == CPU:
+            return _attend_on_cpu(call)
+        from .quantized_plan import plan_for
+
+        plan = plan_for(call, key)
+        out_at = 0 if out is None else call.kind.operand("out", out).address
+    return plan.run(q, k, v, out, out_at)
 
 
 def check_quantized(
@@ -172,15 +202,6 @@ def _check_out(call: QuantizedCall) -> None:
 
 
 # --- computation -----------------------------------------------------------------------------------------------
-
-
-def _attend_on_gpu(call: QuantizedCall) -> Any:
-    """Where the kernels of the GPU come in."""
-    _refuse_gpu()
-
-
-def _refuse_gpu() -> None:
-    raise UnsupportedError(f"{FLOAT8} attention is not supported on a GPU yet; pass NumPy arrays to run on the CPU")
 
 
 def _attend_on_cpu(call: QuantizedCall) -> Any:

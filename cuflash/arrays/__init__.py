@@ -86,6 +86,9 @@ class Kind(Protocol):
     def fill_dead(self, out: Any, lse: Any, /) -> None:
         """Give every row what a row without keys gets, 0 and -inf, in stream order; ``lse`` may be None."""
 
+    def copy(self, to: Any, source: Any, /) -> None:
+        """Copy an array on a GPU to another of its shape and 16-bit dtype, in stream order."""
+
     def written(self, x: Any, /) -> None:
         """Told after a kernel that writes an array of the caller was launched."""
 

@@ -18,6 +18,7 @@ from . import Operand, dtype_name
 __all__ = [
     "LABEL",
     "PLAIN_TYPES",
+    "copy",
     "current_device",
     "empty",
     "empty_like",
@@ -80,6 +81,10 @@ def fill_dead(out: Any, lse: Any, /) -> None:
     out.view(np.uint16).fill(0)
     if lse is not None:
         lse.view(np.uint32).fill(MINUS_INFINITY_BITS)
+
+
+def copy(to: Any, source: Any, /) -> None:
+    to.view(np.uint16)[...] = source.view(np.uint16)  # as integers: see above
 
 
 def written(x: Any, /) -> None:

@@ -56,6 +56,10 @@ def fill_dead(out: Any, lse: Any, /) -> None:
     raise AssertionError("the CPU backend fills such rows itself")
 
 
+def copy(to: Any, source: Any, /) -> None:
+    raise AssertionError("the CPU backend writes where it is asked to")
+
+
 def written(x: Any, /) -> None:
     """NumPy keeps no books on writes."""
 

@@ -18,7 +18,7 @@ from ..errors import UnsupportedError
 from . import CPU, Operand, dtype_name
 
 __all__ = [
-    "LABEL", "PLAIN_TYPES", "current_device", "dispatch_modes", "empty", "empty_like", "fill_dead", "follower",
+    "LABEL", "PLAIN_TYPES", "copy", "current_device", "dispatch_modes", "empty", "empty_like", "fill_dead", "follower",
     "geometry", "is_compiling", "is_tracing", "numpy", "on_device", "operand", "plain", "stream", "transformed",
     "untraced", "written",
 ]  # fmt: skip
@@ -133,6 +133,10 @@ def fill_dead(out: Any, lse: Any, /) -> None:
     out.zero_()
     if lse is not None:
         lse.fill_(float("-inf"))
+
+
+def copy(to: Any, source: Any, /) -> None:
+    to.copy_(source)
 
 
 def written(x: Any, /) -> None:

@@ -24,7 +24,7 @@ from cuflash.params import TENSOR_MAP, ParameterBlock
 from cuflash.problem import AttentionProblem
 from cuflash.request import LOG2_E
 from cuflash.sm90_config import Sm90Config
-from tests.unit import fake_backward, fake_quantize
+from tests.unit import fake_backward, fake_fp8, fake_quantize
 
 Array = Any
 HANDLES = 1000
@@ -181,6 +181,7 @@ def install(monkeypatch: pytest.MonkeyPatch, **options: Any) -> FakeGpu:
     monkeypatch.setattr(cupy_arrays, "on_device", gpu.on_device)
     monkeypatch.setattr(cupy_arrays, "stream", lambda device: gpu.streams[device])
     monkeypatch.setattr(cupy_arrays, "fill_dead", fill_dead)
+    monkeypatch.setattr(cupy_arrays, "copy", copy)
     cupy.cuda.set_allocator(gpu.allocate)
     return gpu
 
@@ -222,7 +223,7 @@ def remove(gpu: FakeGpu) -> None:
     """Give CuPy its own allocator back; the rest is the monkeypatch's."""
     if gpu.cupy is not None:
         gpu.cupy.cuda.set_allocator(gpu.cupy.get_default_memory_pool().malloc)
-    for table in (jit.PLANS, jit.BACKWARD_PLANS, jit.QUANTIZE_PLANS):
+    for table in (jit.PLANS, jit.BACKWARD_PLANS, jit.QUANTIZE_PLANS, jit.QUANTIZED_PLANS):
         table.clear()
 
 
@@ -230,6 +231,12 @@ def fill_dead(out: Array, lse: Array) -> None:
     memory_at(out.data.ptr, out.shape, out.strides, out.dtype)[...] = 0
     if lse is not None:
         memory_at(lse.data.ptr, lse.shape, lse.strides, lse.dtype)[...] = -np.inf
+
+
+def copy(to: Array, source: Array) -> None:
+    to, source = (memory_at(x.data.ptr, x.shape, x.strides, x.dtype) for x in (to, source))
+    assert to.shape == source.shape and to.dtype == source.dtype
+    to[...] = source
 
 
 # --- memory and parameters -------------------------------------------------------------------------------------
@@ -326,11 +333,12 @@ def _persistent_work(launch: Launch) -> list[WorkTile]:
 
 def run(launch: Launch) -> None:
     """Carry a launch out; of the forward pass, query tile by query tile, with the softmax in float64."""
-    if runner := (fake_backward.RUNNERS | fake_quantize.RUNNERS).get(launch.loaded.problem.task):
+    if runner := (fake_backward.RUNNERS | fake_quantize.RUNNERS | fake_fp8.RUNNERS).get(launch.loaded.problem.task):
         runner(launch)
         return
+    run_tile = fake_fp8.run_tile if launch.loaded.problem.input_dtype else _run_tile
     for work in work_of(launch):
-        _run_tile(launch, work)
+        run_tile(launch, work)
 
 
 def _rows(launch: Launch, name: str, work: WorkTile, first: int, length: int) -> np.ndarray:

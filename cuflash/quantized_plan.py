@@ -1,0 +1,283 @@
+"""Attention of quantized tensors on a GPU: what a call takes, its plan, its launches."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import TYPE_CHECKING, Any, cast
+
+from . import driver, jit, kernels
+from .arch import ARCHES
+from .arrays import Kind, Operand
+from .checks import MAX_LENGTH, check_placed
+from .errors import UnsupportedError
+from .fp8 import E4M3
+from .fp8_layout import IMAGE, TILE, padded, tiles
+from .fp8_plan import TARGET, Fp8Addresses, Fp8Call, Fp8Plan
+from .jit import span
+from .params import fast_div
+from .problem import AttentionProblem, Dtype
+from .quantize_kernels import LSE_SHIFT
+from .quantize_plan import Launch, QuantizePlan
+from .request import AXES, MAX_WORK_TILES, TMA_BYTES, TMA_STRIDES_END, TMA_TILE_ROWS, contiguous_strides
+
+if TYPE_CHECKING:
+    from .quantized import QuantizedTensor
+    from .quantized_attention import QuantizedCall
+
+__all__ = ["QuantizedPlan", "check_device", "check_quantized_gpu", "fp8_call", "make_plan", "plan_for", "shift_problem"]
+
+OUT_BYTES = 2
+
+
+# --- checks ----------------------------------------------------------------------------------------------------
+
+
+def check_device(device: int) -> None:
+    """Refuse the GPUs that have no kernels for 8-bit operands.
+
+    Raises
+    ------
+    UnsupportedError
+    """
+    found = driver.device_compute_capability(device)
+    if found != ARCHES[TARGET].compute_capability:
+        major, minor = found
+        raise UnsupportedError(
+            f"cuda:{device} is a {driver.device_properties(device).name} of compute capability {major}.{minor}; float8 "
+            "attention takes one of 9.0 (Hopper): call without precision='fp8', or, to compute the quantized function, "
+            "take the tensors to the CPU with to_host()"
+        )
+
+
+def check_quantized_gpu(call: QuantizedCall) -> None:
+    """Refuse what no GPU kernel takes.
+
+    Raises
+    ------
+    ValueError, UnsupportedError
+    """
+    check_device(call.q.device)
+    for name, x in (("q", call.q), ("k", call.k), ("v", call.v)):
+        if x.dtype != E4M3.name:
+            raise UnsupportedError(
+                f"{name} has dtype {x.dtype}; the GPU kernels take {E4M3.name}: quantize it with dtype={E4M3.name!r}"
+            )
+        if any(address % TMA_BYTES for address in x.addresses):
+            raise ValueError(
+                f"{name} has arrays at {', '.join(map(hex, x.addresses))}; on the GPU these must be multiples of "
+                f"{TMA_BYTES}: copy them"
+            )
+        _check_mean(name, x)
+        if x.sizes[1] >= MAX_LENGTH:
+            raise UnsupportedError(f"{name} has sequence length {x.sizes[1]}; the GPU kernels take less than {MAX_LENGTH}")
+    if call.v.storage != IMAGE:
+        raise UnsupportedError(
+            f"v is stored as {call.v.storage!r}; the GPU kernels take {IMAGE!r}, which cuflash.quantize(v, role='v') "
+            "makes; v.to_host().to_image() makes it of rows"
+        )
+    (batch, seq_q, heads, _), (_, seq_k, heads_k, _) = call.q.sizes, call.k.sizes
+    if max(batch * heads * -(-seq_q // TMA_TILE_ROWS), batch * heads_k * tiles(seq_k)) > MAX_WORK_TILES:
+        raise UnsupportedError("there are 2^31 tiles of queries or keys and more; accepted are fewer: split the batch")
+    if call.out is not None:
+        check_placed([call.kind.operand("out", call.out)])
+
+
+def _check_mean(name: str, x: QuantizedTensor) -> None:
+    """A mean that came with codes from elsewhere."""
+    if x.mean is None:
+        return
+    batch, _, heads, dim = x.sizes
+    shape = batch, heads, padded(dim)
+    mean = x.kind.operand(f"{name}.mean", x.mean)
+    if (mean.shape, mean.dtype, mean.strides) != (shape, "float32", contiguous_strides(shape, 4)):
+        raise ValueError(
+            f"{name} has a mean of shape {mean.shape}, dtype {mean.dtype} and strides {mean.strides}; accepted is a "
+            f"C-contiguous float32 array of shape {shape}"
+        )
+    if name == "q":
+        raise ValueError("q has a mean; accepted is None: only those of K and V can be added to the result")
+
+
+# --- plans -----------------------------------------------------------------------------------------------------
+
+
+class QuantizedPlan:
+    """Everything about a GPU call but its addresses.
+
+    Attributes
+    ----------
+    attend : Fp8Plan or None
+        None if nothing is launched: there are no rows, or no keys.
+    shift : QuantizePlan or None
+        The kernel before, where the LSE is wanted and K has a mean.
+    """
+
+    __slots__ = (
+        "_dim", "_kind", "_out_dtype", "_out_shape", "_lse_shape", "_span", "_staged_shape", "attend", "dead",
+        "device", "shift",
+    )  # fmt: skip
+
+    def __init__(self, call: QuantizedCall, attend: Fp8Plan | None, shift: QuantizePlan | None) -> None:
+        self.device = call.q.device
+        self.attend = attend
+        self.shift = shift
+        self.dead = call.k.sizes[1] == 0 and 0 not in call.lse_shape
+        self._kind = call.kind
+        self._out_dtype = call.out_dtype
+        self._out_shape = call.out_shape
+        self._lse_shape = call.lse_shape if call.return_lse else None
+        self._dim = call.v.head_dim
+        self._staged_shape = _padded_shape(call) if attend is not None and _is_staged(call) else None
+        self._span = (0, 0) if call.out is None else span(call.kind.operand("out", call.out))
+
+    def run(self, q: QuantizedTensor, k: QuantizedTensor, v: QuantizedTensor, out: Any, out_at: int) -> Any:
+        """Make a call of the plan on the current stream; ``out_at`` is the address of an ``out`` that was given."""
+        kind = self._kind
+        if kind.current_device() != self.device:
+            with kind.on_device(self.device):
+                return self.run(q, k, v, out, out_at)
+        if out is None:
+            out, out_at = kind.empty(q.payload, self._out_shape, self._out_dtype)
+        else:
+            self._refuse_shared(out_at, q, k, v)
+            kind.written(out)
+        lse, lse_at = kind.empty(q.payload, self._lse_shape, "float32") if self._lse_shape else (None, 0)
+        if self.attend is not None:
+            self._launch(kind, q, k, v, out, out_at, lse_at)
+        elif self.dead:
+            kind.fill_dead(out, lse)
+        return out if lse is None else (out, lse)
+
+    def _launch(
+        self, kind: Kind, q: QuantizedTensor, k: QuantizedTensor, v: QuantizedTensor, out: Any, out_at: int, lse_at: int
+    ) -> None:
+        (q_at, q_scales, _), (k_at, k_scales, k_mean), (v_at, v_scales, v_mean) = q.addresses, k.addresses, v.addresses
+        stream, shift_at, staged = kind.stream(self.device), 0, None
+        if self.shift is not None:
+            # Kept until the end: what a framework's allocator gets back, it gives away in the order of the stream.
+            _shift, shift_at = kind.empty(q.payload, cast("tuple[int, ...]", self._lse_shape), "float32")
+            self.shift.launch({"q": q_at, "q_scales": q_scales, "k_mean": k_mean, "shift": shift_at}, stream)
+        if self._staged_shape is not None:
+            staged, out_at = kind.empty(q.payload, self._staged_shape, self._out_dtype)
+        addresses = Fp8Addresses(v_at, q_scales, k_scales, v_scales, v_mean, shift_at, out_at, lse_at)
+        cast(Fp8Plan, self.attend).launch(q_at, k_at, addresses, stream)
+        if staged is not None:
+            kind.copy(out, staged[..., : self._dim])
+
+    def _refuse_shared(self, out_at: int, *operands: QuantizedTensor) -> None:
+        """Refuse an ``out`` whose span meets that of an operand, all of which are contiguous."""
+        low, high = self._span
+        for name, x in zip("qkv", operands, strict=True):
+            arrays = (x.payload, x.scales) if x.mean is None else (x.payload, x.scales, x.mean)
+            for array, at in zip(arrays, x.addresses, strict=False):
+                if out_at + low < at + array.nbytes and at < out_at + high:
+                    raise ValueError(f"out shares memory with {name}, or lies around it; pass an array of its own")
+
+
+def plan_for(call: QuantizedCall, key: Hashable | None) -> QuantizedPlan:
+    """Plan a checked call, and enter the plan into the table under its key."""
+    check_quantized_gpu(call)
+    kind, device = call.kind, call.q.device
+    if kind.current_device() == device:
+        plan = make_plan(call)
+    else:
+        with kind.on_device(device):
+            plan = make_plan(call)
+    if key is not None:
+        jit.keep(jit.QUANTIZED_PLANS, key, plan, jit.MAX_PLANS)
+    return plan
+
+
+def make_plan(call: QuantizedCall) -> QuantizedPlan:
+    """Plan a GPU call; compiles and loads its kernels if that was not done before."""
+    if 0 in call.lse_shape or call.k.sizes[1] == 0:
+        return QuantizedPlan(call, None, None)
+    device = call.q.device
+    attend = Fp8Plan(planned := fp8_call(call), jit.kernel_for(planned.problem, device))
+    shift = None
+    if call.return_lse and call.k.mean is not None:
+        loaded = jit.kernel_for(shift_problem(call, jit.device_arch(device).name), device)
+        batch, seq, heads, _ = call.q.sizes
+        launch = Launch(loaded, LSE_SHIFT, batch * heads * tiles(seq), _shift_tail(call))
+        shift = QuantizePlan(device, (launch,))
+    return QuantizedPlan(call, attend, shift)
+
+
+def fp8_call(call: QuantizedCall) -> Fp8Call:
+    """The call as the kernel's plan takes it."""
+    (batch, seq_q, heads, dim), (_, seq_k, heads_k, _) = call.q.sizes, call.k.sizes
+    bottom_right = seq_k - seq_q if call.causal == "bottom_right" else 0
+    return Fp8Call(
+        batch=batch,
+        heads=heads,
+        heads_k=heads_k,
+        seqlen_q=seq_q,
+        seqlen_k=seq_k,
+        head_dim=padded(dim),
+        head_dim_v=padded(call.v.head_dim),
+        out_dtype=cast(Dtype, call.out_dtype),
+        causal_offset=bottom_right if call.causal else None,
+        scale=call.scale,
+        q_strides=_payload_strides(call.q),
+        k_strides=_payload_strides(call.k),
+        out_strides=_written_strides(call),
+    )
+
+
+def shift_problem(call: QuantizedCall, arch: str) -> AttentionProblem:
+    """The kernel that finds what the mean of K adds to the LSE."""
+    dim = padded(call.q.head_dim)
+    return AttentionProblem(dim, dim, "bfloat16", "full", 16, False, arch, "quantize_lse")
+
+
+def _shift_tail(call: QuantizedCall) -> bytes:
+    (_, seq, heads, _), (_, _, heads_k, _) = call.q.sizes, call.k.sizes
+    strides = zip(("batch", "seq", "head"), _payload_strides(call.q), strict=True)
+    return LSE_SHIFT.pack_tail(
+        {
+            **{f"q_{axis}_stride": stride for axis, stride in strides},
+            "tiles": fast_div(tiles(seq)),
+            "heads": fast_div(heads),
+            "group": fast_div(heads // heads_k),
+            "kv_heads": heads_k,
+            "seqlen": seq,
+            "scale": call.scale,
+        }
+    )
+
+
+# --- strides ---------------------------------------------------------------------------------------------------
+
+
+def _payload_strides(x: QuantizedTensor) -> tuple[int, int, int]:
+    """In bytes along (batch, seq, heads)."""
+    strides = contiguous_strides((*x.shape[:3], padded(x.shape[3])), 1)
+    batch, seq, heads, _ = AXES[x.layout]
+    return strides[batch], strides[seq], strides[heads]
+
+
+def _padded_shape(call: QuantizedCall) -> tuple[int, ...]:
+    return (*call.out_shape[:3], padded(call.v.head_dim))
+
+
+def _is_staged(call: QuantizedCall) -> bool:
+    """Whether the kernel cannot write where the result shall be: into rows of whole 16 columns, by TMA."""
+    if call.v.head_dim != padded(call.v.head_dim):
+        return True
+    if call.out is None:
+        return False
+    out: Operand = call.kind.operand("out", call.out)
+    used = [stride for stride, extent in zip(out.strides[:3], out.shape[:3], strict=True) if extent > 1]
+    aligned = out.address % TMA_BYTES == 0 and (out.strides[3] == OUT_BYTES or out.shape[3] == 1)
+    return not (aligned and all(0 < stride < TMA_STRIDES_END and stride % TMA_BYTES == 0 for stride in used))
+
+
+def _written_strides(call: QuantizedCall) -> tuple[int, int, int]:
+    """Of what the kernel writes, in bytes along (batch, seq, heads); of an axis of one element any that is legal."""
+    shape = _padded_shape(call)
+    strides = contiguous_strides(shape, OUT_BYTES)
+    if call.out is not None and not _is_staged(call):
+        given = call.kind.operand("out", call.out).strides
+        strides = tuple(own if extent > 1 else new for own, new, extent in zip(given, strides, shape, strict=True))
+    batch, seq, heads, _ = AXES[call.layout]
+    return strides[batch], strides[seq], strides[heads]

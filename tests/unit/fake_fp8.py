@@ -1,0 +1,112 @@
+"""The kernels of attention on 8-bit operands for `fake_gpu`: carried out from a launch's parameters and memory alone."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import ml_dtypes
+import numpy as np
+
+from cuflash.fp8 import E4M3
+from cuflash.fp8_layout import TILE, tiles, unpack_image
+from cuflash.request import LOG2_E
+
+if TYPE_CHECKING:
+    from tests.unit.fake_gpu import Launch, WorkTile
+
+
+def _view(address: int, shape: tuple[int, ...], strides: tuple[int, ...], dtype: type) -> np.ndarray:
+    from tests.unit.fake_gpu import memory_at
+
+    return memory_at(address, shape, strides, dtype)
+
+
+def _dense(address: int, shape: tuple[int, ...], dtype: type) -> np.ndarray:
+    assert address % 16 == 0
+    return _view(address, shape, np.empty(shape, dtype).strides, dtype)
+
+
+def _real(codes: np.ndarray, scales: np.ndarray) -> np.ndarray:
+    """Of all rows of a head, without the mean."""
+    return E4M3.values().astype(np.float64)[codes] * np.repeat(scales, TILE)[: len(codes), None]
+
+
+def _rows(launch: Launch, name: str, work: WorkTile) -> np.ndarray:
+    """Codes of all rows of a head, by the tensor map."""
+    made, head = launch.params[f"{name}_map"], work.head if name == "q" else work.kv_head
+    assert made.dtype == "uint8" and made.extents[0] == launch.loaded.problem.head_dim
+    assert made.extents[1] == launch.params[f"seqlen_{name}"] and head < made.extents[2]
+    seq, head_stride, batch_stride = made.strides
+    address = made.address + work.batch * batch_stride + head * head_stride
+    return _view(address, made.extents[1::-1], (seq, 1), np.uint8)
+
+
+def _values(launch: Launch, head: int) -> np.ndarray:
+    """V of a head without its mean, from its images."""
+    p, columns = launch.params, launch.loaded.problem.head_dim_v
+    assert p["k_tiles"] == tiles(p["seqlen_k"])
+    images = _dense(p["v"] + head * p["k_tiles"] * columns * TILE, (p["k_tiles"], columns * TILE), np.uint8)
+    codes = unpack_image(images).reshape(-1, columns)[: p["seqlen_k"]]
+    return _real(codes, _scales(p["v_scale"], head, p["k_tiles"]))
+
+
+def _scales(address: int, head: int, count: int) -> np.ndarray:
+    return _view(address + 4 * head * count, (count,), (4,), np.float32).astype(np.float64)
+
+
+def run_tile(launch: Launch, work: WorkTile) -> None:
+    """One work tile of the forward pass, with the softmax in float64."""
+    p, problem = launch.params, launch.loaded.problem
+    assert 0 <= work.m_tile < p["m_tiles"]
+    assert work.kv_head < p["kv_heads"] and p["q_tiles"] == tiles(p["seqlen_q"])
+    first = work.m_tile * launch.loaded.config.block_m
+    rows = np.arange(first, min(first + launch.loaded.config.block_m, p["seqlen_q"]))
+    kv_head = work.batch * p["kv_heads"] + work.kv_head
+    q = _real(_rows(launch, "q", work), _scales(p["q_scale"], work.batch_head, p["q_tiles"]))[rows]
+    k = _real(_rows(launch, "k", work), _scales(p["k_scale"], kv_head, p["k_tiles"]))
+    v = _values(launch, kv_head)
+    mean = np.zeros(problem.head_dim_v)
+    if p["v_mean"]:
+        mean = _dense(p["v_mean"] + 4 * kv_head * len(mean), mean.shape, np.float32).astype(np.float64)
+    scores = q @ k.T * (p["scale_log2"] / LOG2_E)
+    if problem.mask == "causal":
+        scores[np.arange(p["seqlen_k"]) > rows[:, None] + p["causal_offset"]] = -np.inf
+    top = scores.max(axis=1, keepdims=True)
+    top = np.where(np.isneginf(top), 0.0, top)
+    weights = np.exp(scores - top)
+    total = weights.sum(axis=1, keepdims=True)
+    out_map = p["out_map"]
+    assert out_map.dtype == problem.dtype and out_map.extents[:2] == (problem.head_dim_v, p["seqlen_q"])
+    seq, head_stride, batch_stride = out_map.strides
+    assert p["out"] == out_map.address
+    for axis, stride, extent in zip(("seq", "head", "batch"), out_map.strides, out_map.extents[1:], strict=True):
+        assert extent == 1 or p[f"out_{axis}_stride"] * 2 == stride
+    address = out_map.address + work.batch * batch_stride + work.head * head_stride + first * seq
+    dtype = ml_dtypes.bfloat16 if problem.dtype == "bfloat16" else np.float16
+    with np.errstate(divide="ignore", invalid="ignore"):
+        out = np.where(total == 0, 0.0, weights @ v / total + mean)
+        _view(address, out.shape, (seq, 2), dtype)[...] = out
+        if p["lse"]:
+            at = 4 * (work.batch_head * p["seqlen_q"] + first)
+            shift = _view(p["lse_shift"] + at, (len(rows),), (4,), np.float32) if p["lse_shift"] else 0.0
+            lse = np.where(total == 0, -np.inf, top + np.log(total))[:, 0] + shift
+            _view(p["lse"] + at, (len(rows),), (4,), np.float32)[...] = lse
+
+
+def run_lse(launch: Launch) -> None:
+    """What the mean of K adds to the LSE."""
+    p, dim = launch.params, launch.loaded.problem.head_dim
+    heads, group, count, seqlen = p["heads"][2], p["group"][2], p["tiles"][2], p["seqlen"]
+    assert count == tiles(seqlen) and launch.grid[0] % count == 0 and launch.grid[1:] == (1, 1)
+    for batch_head in range(launch.grid[0] // count):
+        batch, head = divmod(batch_head, heads)
+        address = p["q"] + batch * p["q_batch_stride"] + head * p["q_head_stride"]
+        codes = _view(address, (seqlen, dim), (p["q_seq_stride"], 1), np.uint8)
+        kv_head = batch * p["kv_heads"] + head // group
+        mean = _dense(p["k_mean"] + 4 * dim * kv_head, (dim,), np.float32)
+        shift = _real(codes, _scales(p["q_scales"], batch_head, count)) @ mean * p["scale"]
+        where = _view(p["shift"] + 4 * batch_head * seqlen, (seqlen,), (4,), np.float32)
+        where[...] = np.where(np.isnan(shift), 0, shift)
+
+
+RUNNERS = {"quantize_lse": run_lse}
