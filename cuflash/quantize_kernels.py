@@ -11,12 +11,15 @@ from .arch import ARCHES
 from .config import KernelConfig, pitches
 from .cpu_quantize import PARTIALS, SAMPLE
 from .fp8_layout import TILE
-from .kernels import SHIPPED_HEAD_DIMS, TMA_TARGETS, KernelFamily
+from .kernels import TMA_TARGETS, KernelFamily
 from .params import FAST_DIV, I32, I64, POINTER, CType, Field, ParameterBlock, stride_fields
-from .problem import DTYPES, AttentionProblem
+from .problem import DTYPES, AttentionProblem, Task
 
 __all__ = ["FAMILIES", "MEANS", "QUANTIZE", "QuantizeConfig", "QuantizeMeansConfig", "shipped_problems"]
 
+
+TASKS: tuple[Task, ...] = ("quantize_means", "quantize")
+SHIPPED_HEAD_DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256))
 
 SIGN_BITS = CType("SignBits", "8I", 32, 4)
 
@@ -170,5 +173,5 @@ def shipped_problems(arch: str) -> Iterator[AttentionProblem]:
     if arch in TMA_TARGETS.values():
         return
     for (d, dv), dtype in product(SHIPPED_HEAD_DIMS, DTYPES):
-        for task in ("quantize_means", "quantize"):
+        for task in TASKS:
             yield AttentionProblem(d, dv, dtype, "full", 16, False, arch, task)
