@@ -322,6 +322,9 @@ def shipped_problems(arch: str) -> Iterator[AttentionProblem]:
     from .backward_kernels import shipped_problems as shipped_backward_problems
 
     yield from shipped_backward_problems(arch)
+    from .quantize_kernels import shipped_problems as shipped_quantize_problems
+
+    yield from shipped_quantize_problems(arch)
 
 
 def _shipped_fp8_problems(arch: str) -> Iterator[AttentionProblem]:

@@ -11,12 +11,18 @@ from .arch import ARCHES
 from .config import KernelConfig, pitches
 from .cpu_quantize import PARTIALS, SAMPLE
 from .fp8_layout import TILE
-from .kernels import SHIPPED_HEAD_DIMS, TMA_TARGETS, KernelFamily
+from .kernels import TMA_TARGETS, KernelFamily
 from .params import F32, FAST_DIV, I32, I64, POINTER, CType, Field, ParameterBlock, stride_fields
-from .problem import DTYPES, AttentionProblem
+from .problem import DTYPES, AttentionProblem, Task
 
-__all__ = ["FAMILIES", "LSE_SHIFT", "MEANS", "QUANTIZE", "QuantizeConfig", "QuantizeLseConfig", "QuantizeMeansConfig", "shipped_problems"]
+__all__ = [
+    "FAMILIES", "LSE_SHIFT", "MEANS", "QUANTIZE", "QuantizeConfig", "QuantizeLseConfig", "QuantizeMeansConfig",
+    "lse_problem", "shipped_problems",
+]  # fmt: skip
 
+
+TASKS: tuple[Task, ...] = ("quantize_means", "quantize")
+SHIPPED_HEAD_DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256))
 
 SIGN_BITS = CType("SignBits", "8I", 32, 4)
 
@@ -216,5 +222,13 @@ def shipped_problems(arch: str) -> Iterator[AttentionProblem]:
     if arch in TMA_TARGETS.values():
         return
     for (d, dv), dtype in product(SHIPPED_HEAD_DIMS, DTYPES):
-        for task in ("quantize_means", "quantize"):
+        for task in TASKS:
             yield AttentionProblem(d, dv, dtype, "full", 16, False, arch, task)
+    if arch in TMA_TARGETS:  # there alone attention takes what was quantized
+        for d in dict.fromkeys(d for d, _ in SHIPPED_HEAD_DIMS):
+            yield lse_problem(d, arch)
+
+
+def lse_problem(head_dim: int, arch: str) -> AttentionProblem:
+    """The kernel that finds what the mean of K adds to the LSE; of the padded head dim."""
+    return AttentionProblem(head_dim, head_dim, "bfloat16", "full", 16, False, arch, "quantize_lse")

@@ -136,7 +136,17 @@ class QuantizedTensor:
         arrays = (self.payload, self.scales) if self.mean is None else (self.payload, self.scales, self.mean)
         forms = tuple(kind.geometry(x)[0] for x in arrays)
         misplaced = any(address % 16 for address in self.addresses)
-        return forms, self.dtype, self.role, self.layout, self.storage, self.shape, self.source_dtype, self.seed, misplaced
+        return (
+            forms,
+            self.dtype,
+            self.role,
+            self.layout,
+            self.storage,
+            self.shape,
+            self.source_dtype,
+            self.seed,
+            misplaced,
+        )
 
     @cached_property
     def addresses(self) -> tuple[int, int, int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from typing import TYPE_CHECKING, Any, cast
 
-from . import driver, jit, kernels
+from . import driver, jit
 from .arch import ARCHES
 from .arrays import Kind, Operand
 from .checks import MAX_LENGTH, check_placed
@@ -15,8 +15,8 @@ from .fp8_layout import IMAGE, TILE, padded, tiles
 from .fp8_plan import TARGET, Fp8Addresses, Fp8Call, Fp8Plan
 from .jit import span
 from .params import fast_div
-from .problem import AttentionProblem, Dtype
-from .quantize_kernels import LSE_SHIFT
+from .problem import Dtype
+from .quantize_kernels import LSE_SHIFT, lse_problem
 from .quantize_plan import Launch, QuantizePlan
 from .request import AXES, MAX_WORK_TILES, TMA_BYTES, TMA_STRIDES_END, TMA_TILE_ROWS, contiguous_strides
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from .quantized import QuantizedTensor
     from .quantized_attention import QuantizedCall
 
-__all__ = ["QuantizedPlan", "check_device", "check_quantized_gpu", "fp8_call", "make_plan", "plan_for", "shift_problem"]
+__all__ = ["QuantizedPlan", "check_device", "check_quantized_gpu", "fp8_call", "make_plan", "plan_for"]
 
 OUT_BYTES = 2
 
@@ -69,7 +69,9 @@ def check_quantized_gpu(call: QuantizedCall) -> None:
             )
         _check_mean(name, x)
         if x.sizes[1] >= MAX_LENGTH:
-            raise UnsupportedError(f"{name} has sequence length {x.sizes[1]}; the GPU kernels take less than {MAX_LENGTH}")
+            raise UnsupportedError(
+                f"{name} has sequence length {x.sizes[1]}; the GPU kernels take less than {MAX_LENGTH}"
+            )
     if call.v.storage != IMAGE:
         raise UnsupportedError(
             f"v is stored as {call.v.storage!r}; the GPU kernels take {IMAGE!r}, which cuflash.quantize(v, role='v') "
@@ -196,7 +198,7 @@ def make_plan(call: QuantizedCall) -> QuantizedPlan:
     attend = Fp8Plan(planned := fp8_call(call), jit.kernel_for(planned.problem, device))
     shift = None
     if call.return_lse and call.k.mean is not None:
-        loaded = jit.kernel_for(shift_problem(call, jit.device_arch(device).name), device)
+        loaded = jit.kernel_for(lse_problem(padded(call.q.head_dim), jit.device_arch(device).name), device)
         batch, seq, heads, _ = call.q.sizes
         launch = Launch(loaded, LSE_SHIFT, batch * heads * tiles(seq), _shift_tail(call))
         shift = QuantizePlan(device, (launch,))
@@ -222,12 +224,6 @@ def fp8_call(call: QuantizedCall) -> Fp8Call:
         k_strides=_payload_strides(call.k),
         out_strides=_written_strides(call),
     )
-
-
-def shift_problem(call: QuantizedCall, arch: str) -> AttentionProblem:
-    """The kernel that finds what the mean of K adds to the LSE."""
-    dim = padded(call.q.head_dim)
-    return AttentionProblem(dim, dim, "bfloat16", "full", 16, False, arch, "quantize_lse")
 
 
 def _shift_tail(call: QuantizedCall) -> bytes:

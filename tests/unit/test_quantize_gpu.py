@@ -81,6 +81,17 @@ def test_plans_are_kept(gpu: FakeGpu) -> None:
     assert len(jit.QUANTIZE_PLANS) == 2 and len(gpu.compiled) == 2
 
 
+def test_plans_are_of_an_alignment(gpu: FakeGpu) -> None:
+    """Rows that begin elsewhere with the same strides: narrower accesses."""
+    wide = [np.pad(x, ((0, 0),) * 3 + ((0, 8),)) for x in draw(dims=(64, 64))]
+    for first in (0, 1, 4, 0):
+        arrays = [gpu.array(x[..., first : first + 64]) for x in wide]
+        found = cuflash.quantize_qkv(*arrays)
+        for mine, other in zip(found, cuflash.quantize_qkv(*(x[..., first : first + 64] for x in wide)), strict=True):
+            assert_same(gpu, mine, other)
+    assert [launch.loaded.problem.access_bytes for launch in gpu.launches[1::2]] == [16, 2, 8, 16]
+
+
 def test_devices_and_streams(gpu: FakeGpu) -> None:
     gpu.streams[1] = 77
     arrays = [gpu.array(x, device=1) for x in draw()]

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 import cuflash
 from cuflash import cpu
 from tests.oracle import DTYPES, oracle, randn
+from tests.readme import example
 
 CAUSAL = (False, "bottom_right", "top_left")
 
@@ -247,3 +248,11 @@ def test_layout_of_the_tensors_is_that_of_the_result() -> None:
     turned = cuflash.quantize_qkv(*(by_head(x) for x in arrays), layout="bhsd")
     np.testing.assert_array_equal(by_head(cuflash.attention(*turned)), expected)
     np.testing.assert_array_equal(by_head(cuflash.attention(*turned, layout="bhsd")), expected)
+
+
+def test_readme_example() -> None:
+    names = example("quantize_qkv")
+    exact, _ = oracle(*(by_head(names[name]) for name in "qkv"), causal="bottom_right")
+    assert names["out"].dtype == np.float16 and names["same"].dtype == np.float32
+    for out in (names["out"], names["same"]):
+        assert 1e-4 < np.sqrt(np.mean((by_head(out) - exact) ** 2)) < 1e-2
