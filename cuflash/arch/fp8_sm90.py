@@ -18,6 +18,7 @@ def _row(
     stages: int,
     q_stages: int,
     masks: tuple[Mask, ...],
+    head_dim_v: int | None = None,
     tma_store: bool = True,
     late_turn: bool = True,
     dynamic: bool = False,
@@ -33,7 +34,7 @@ def _row(
         late_turn=late_turn,
         reason=reason,
     )
-    return Row(ARCHES, head_dim, head_dim, masks, config)
+    return Row(ARCHES, head_dim, head_dim_v or head_dim, masks, config)
 
 
 FORWARD = (
@@ -41,6 +42,9 @@ FORWARD = (
     _row(64, 128, stages=4, q_stages=2, masks=("causal",), dynamic=True, reason="as without a mask; a counter"),
     _row(128, 128, stages=4, q_stages=2, masks=("full",), reason="193 KiB"),
     _row(128, 128, stages=4, q_stages=2, masks=("causal",), dynamic=True, reason="193 KiB; a counter"),
+    _row(256, 128, stages=3, q_stages=2, masks=("full",), head_dim_v=128, reason="as 128, with room for three stages"),
+    _row(256, 128, stages=3, q_stages=2, masks=("causal",), head_dim_v=128, dynamic=True,
+         reason="as without a mask; a counter"),
     _row(256, 128, stages=2, q_stages=2, masks=("full",), tma_store=False, late_turn=False,
          reason="O takes 128 registers, so there is one level; 201 KiB"),
     _row(256, 128, stages=2, q_stages=1, masks=("causal",), tma_store=False, late_turn=False, dynamic=True,
