@@ -9,6 +9,7 @@ from typing import Any
 from . import driver, jit
 from .arrays import CPU, KINDS, kind_of
 from .checks import check_apart, check_flag, make_request, request_for
+from .errors import UnsupportedError
 from .jit import PLANS
 from .problem import DTYPES, MASKS, AttentionProblem
 from .request import AXES, Request
@@ -107,17 +108,11 @@ def _attend_quantized(
     out_dtype: Any = None,
 ) -> Any:
     from . import quantized_attention
-    from .quantized import QuantizedTensor
 
-    if precision not in (None, "fp8"):
-        raise ValueError(f"precision is {precision!r}; accepted are None and 'fp8'")
-    quantized = isinstance(q, QuantizedTensor)
-    if not quantized and precision is None:
-        raise TypeError("out_dtype is for quantized operands; without precision='fp8' the result has the dtype of q")
-    attend = quantized_attention.attention_quantized if quantized else quantized_attention.attention_quantizing
-    return attend(
-        q, k, v, causal=causal, scale=scale, layout=layout, return_lse=return_lse, out=out, out_dtype=out_dtype
-    )
+    options = {"causal": causal, "scale": scale, "layout": layout, "return_lse": return_lse, "out": out}
+    if quantized_attention.is_quantized(q, precision, out_dtype):
+        return quantized_attention.attention_quantized(q, k, v, **options, out_dtype=out_dtype)
+    return quantized_attention.attention_quantizing(q, k, v, **options, out_dtype=out_dtype)
 
 
 def compute(
@@ -236,6 +231,8 @@ def warmup(
     backward: bool = False,
     configs: str | Iterable[AttentionProblem] | None = None,
     device: int | None = None,
+    precision: str | None = None,
+    out_dtype: Any = None,
 ) -> tuple[str, ...]:
     """Make kernels ready, compiled and loaded, without launching anything.
 
@@ -245,8 +242,9 @@ def warmup(
 
     Parameters
     ----------
-    q, k, v, causal, scale, layout, return_lse, out
-        As for `attention`. On CPU arrays there is nothing to make ready, but they are checked.
+    q, k, v, causal, scale, layout, return_lse, out, precision, out_dtype
+        As for `attention`, also of quantized tensors. On CPU arrays there is nothing to make ready, but they are
+        checked.
     backward : bool
         Make the gradients ready as well: of the call, where all arrays that come in there are contiguous, or of the
         common problems. An iterable of `configs` names their kernels itself.
@@ -268,11 +266,20 @@ def warmup(
     """
     if (configs is None) == (q is None):
         raise TypeError("warmup takes either arrays, warmup(q, k, v, ...), or configs=; not both and not neither")
+    from .arrays import bridge
+
     backward = check_flag("backward", backward)
     if configs is not None:
         return _warm_up_configs(configs, backward, device)
     if device is not None:
         raise TypeError("device belongs to configs=; arrays have a device of their own")
+    if precision is not None or out_dtype is not None or bridge.is_quantized(q):
+        from .quantized_attention import warm_up
+
+        if backward:
+            raise UnsupportedError("backward is True; quantized operands have no gradients: accepted is False")
+        options: dict[str, Any] = {"causal": causal, "scale": scale, "layout": layout, "return_lse": return_lse}
+        return warm_up(q, k, v, **options, out=out, precision=precision, out_dtype=out_dtype)
     request = request_for((q, k, v), out, causal=causal, scale=scale, layout=layout, return_lse=return_lse)
     if request.device == CPU:
         return ()

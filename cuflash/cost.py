@@ -20,7 +20,10 @@ LSE_BYTES = 4
 
 @dataclass(frozen=True, slots=True)
 class DeviceModel:
-    """What the cost model needs to know of a GPU; bandwidth in bytes a second, the L2 in bytes."""
+    """What the cost model needs to know of a GPU; bandwidth in bytes a second, the L2 in bytes.
+
+    With ``float8``, operations are those of 8-bit operands, of which tensor cores do twice as many.
+    """
 
     name: str
     arch: str
@@ -28,11 +31,12 @@ class DeviceModel:
     clock_hz: float
     bandwidth: float
     l2_bytes: int
+    float8: bool = False
 
     @property
     def peak_flops(self) -> float:
-        """Dense fp16 tensor operations a second at the highest clock."""
-        return self.multiprocessors * self.clock_hz * DENSE_RATE[self.arch]
+        """Dense tensor operations a second at the highest clock."""
+        return self.multiprocessors * self.clock_hz * DENSE_RATE[self.arch] * (2 if self.float8 else 1)
 
 
 # Cards that stand for their architecture where a kernel is planned without a device (NVIDIA's data sheets).

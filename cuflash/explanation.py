@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from . import cost, driver, jit, kernels
 from .arch import ARCHES, Arch, arch_for, needs_ptx
-from .arrays import CPU, ITEM_BYTES
+from .arrays import CPU, ITEM_BYTES, bridge
 from .checks import check_flag, check_gpu, request_for
 from .config import KernelConfig, SmemRegion
 from .cost import DeviceModel, Schedule, Shape
@@ -131,8 +131,10 @@ class Explanation:
 
     @property
     def kernel(self) -> Kernel | None:
-        """The kernel that does the work, between one that prepares and one that finishes if there are three."""
-        return self.kernels[len(self.kernels) // 2] if self.kernels else None
+        """The kernel that does the work: of attention the last one; of its gradients one between two others."""
+        if not self.kernels:
+            return None
+        return self.kernels[-1 if self.function == "attention" else len(self.kernels) // 2]
 
     @property
     def arithmetic_intensity(self) -> float:
@@ -164,13 +166,16 @@ def explain(
     deterministic: bool = False,
     compile: bool = False,
     arch: str | None = None,
+    precision: str | None = None,
+    out_dtype: Any = None,
 ) -> Explanation:
     """Say what `cuflash.attention`, or the gradients of a call of it, would do with the same arguments; nothing runs.
 
     Parameters
     ----------
-    q, k, v, causal, scale, layout, return_lse, out
-        As for `cuflash.attention`. Only shapes, strides, types and devices of the arrays matter.
+    q, k, v, causal, scale, layout, return_lse, out, precision, out_dtype
+        As for `cuflash.attention`, also of quantized tensors. Only shapes, strides, types and devices of the arrays
+        matter.
     backward : bool
         Explain `cuflash.attention_backward` instead, for these q, k, v and out. The other arrays, and an `out` that is
         not given, are taken for contiguous and new, as autograd has them; `return_lse` makes no difference.
@@ -197,6 +202,13 @@ def explain(
     if arch is not None and arch not in ARCHES:
         raise ValueError(f"arch is {arch!r}; accepted are {', '.join(ARCHES)}")
     backward = check_flag("backward", backward)
+    if precision is not None or out_dtype is not None or bridge.is_quantized(q):
+        from .quantized_explanation import explain_quantized
+
+        options = {"causal": causal, "scale": scale, "layout": layout, "return_lse": return_lse, "out": out}
+        return explain_quantized(
+            q, k, v, **options, precision=precision, out_dtype=out_dtype, backward=backward, compile=compile, arch=arch
+        )
     try:
         request = request_for((q, k, v), out, causal=causal, scale=scale, layout=layout, return_lse=return_lse)
         if arch is not None and request.device == CPU:

@@ -69,7 +69,7 @@ def quantize(
     if role not in ROLES:
         raise ValueError(f"role is {role!r}; accepted are 'q', 'k' and 'v'")
     options = _Options.checked(dtype, layout, hadamard, center, seed)
-    operand = _adopt("x", x)
+    operand = adopt("x", x)
     _check_dim(operand)
     return _quantize({role: operand}, options)[0]
 
@@ -107,7 +107,7 @@ def quantize_qkv(
     (1, 200, 2, 64)
     """
     options = _Options.checked(dtype, layout, hadamard, center, seed)
-    operands = {name: _adopt(name, x) for name, x in (("q", q), ("k", k), ("v", v))}
+    operands = {name: adopt(name, x) for name, x in (("q", q), ("k", k), ("v", v))}
     for name in ("k", "v"):
         check_fellow(operands["q"], operands[name])
         if operands[name].dtype != operands["q"].dtype:
@@ -137,7 +137,8 @@ class _Options:
         return cls(format_of(dtype), check_layout(layout), int(seed) if rotated else None, check_flag("center", center))
 
 
-def _adopt(name: str, x: Any) -> Operand:
+def adopt(name: str, x: Any) -> Operand:
+    """Describe an array that is to be quantized, or refuse it."""
     kind = kind_of(x)
     if kind is None:
         raise TypeError(f"{name} is a {type(x).__qualname__}; accepted are CuPy and NumPy arrays and torch tensors")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from . import driver, jit
@@ -20,7 +20,7 @@ from .request import AXES, TILE_ROWS, WIDEST_ACCESS, contiguous_strides
 if TYPE_CHECKING:
     from .jit import LoadedKernel
 
-__all__ = ["QuantizePlan", "Sources", "make_plan", "plan_for"]
+__all__ = ["QuantizePlan", "Sources", "make_plan", "plan_for", "plan_with"]
 
 MAX_WORK = 2**30
 """Tiles of a call: the kernel counts them in 32 bits, and goes at most a grid beyond."""
@@ -149,20 +149,28 @@ def make_plan(sources: Sources) -> QuantizePlan:
     UnsupportedError
         There are more tiles than a launch takes.
     """
-    arch, device = jit.device_arch(sources.device).name, sources.device
+    device = sources.device
+    arch, multiprocessors = jit.device_arch(device).name, driver.multiprocessors(device)
+    return plan_with(sources, arch, multiprocessors, lambda problem: jit.kernel_for(problem, device))
+
+
+def plan_with(
+    sources: Sources, arch: str, multiprocessors: int, load: Callable[[AttentionProblem], LoadedKernel]
+) -> QuantizePlan:
+    """The same for a device with so many multiprocessors, by the kernels that ``load`` gives."""
     tiles_of_call = _work(sources)[-1]
     if tiles_of_call > MAX_WORK:
         raise UnsupportedError(f"the call has {tiles_of_call} tiles of 128 tokens of a head; accepted are {MAX_WORK}")
     launches = []
     heads = sum(sources.sizes(role)[0] * sources.sizes(role)[2] for role in ("k", "v"))
     if sources.center and heads:
-        means = jit.kernel_for(sources.problem(arch, "quantize_means"), device)
+        means = load(sources.problem(arch, "quantize_means"))
         launches.append(Launch(means, MEANS, heads, _means_tail(sources)))
     if tiles_of_call:
-        quantize = jit.kernel_for(sources.problem(arch, "quantize"), device)
-        blocks = min(tiles_of_call, driver.multiprocessors(device) * quantize.config.ctas)
+        quantize = load(sources.problem(arch, "quantize"))
+        blocks = min(tiles_of_call, multiprocessors * quantize.config.ctas)
         launches.append(Launch(quantize, QUANTIZE, blocks, _quantize_tail(sources)))
-    return QuantizePlan(device, tuple(launches))
+    return QuantizePlan(sources.device, tuple(launches))
 
 
 def _work(sources: Sources) -> list[int]:

@@ -2,18 +2,33 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
-from .arrays import CPU, Kind, kind_of
-from .checks import check_causal, check_flag, check_layout, check_scale, check_shapes, check_written, make_request
+from .arrays import CPU, Kind, Operand, kind_of
+from .checks import (
+    check_causal,
+    check_flag,
+    check_layout,
+    check_scale,
+    check_shapes,
+    check_written,
+    make_request,
+    request_for,
+)
 from .errors import UnsupportedError
-from .fp8_layout import by_head
+from .fp8 import E4M3
+from .fp8_layout import IMAGE, ROWS, by_head
 from .jit import QUANTIZED_PLANS
-from .quantization import quantize_qkv
-from .quantized import QuantizedTensor
+from .quantization import adopt, quantize_qkv
+from .quantized import QuantizedTensor, Role
 from .request import Causal
 
-__all__ = ["QuantizedCall", "attention_quantized", "attention_quantizing"]
+if TYPE_CHECKING:
+    from .quantize_plan import Sources
+
+__all__ = [
+    "Foreseen", "QuantizedCall", "attention_quantized", "attention_quantizing", "foresee", "is_quantized", "warm_up",
+]  # fmt: skip
 
 OUT_DTYPES = ("float16", "bfloat16", "float32")
 """On a GPU the first two."""
@@ -60,6 +75,16 @@ class QuantizedCall(NamedTuple):
     def lse_shape(self) -> tuple[int, int, int]:
         batch, seq, heads, _ = self.q.sizes
         return batch, heads, seq
+
+
+def is_quantized(q: Any, precision: Any, out_dtype: Any) -> bool:
+    """Whether a call is of quantized tensors; if not, that it asks to quantize arrays."""
+    if precision not in (None, "fp8"):
+        raise ValueError(f"precision is {precision!r}; accepted are None and 'fp8'")
+    quantized = isinstance(q, QuantizedTensor)
+    if not quantized and precision is None:
+        raise TypeError("out_dtype is for quantized operands; without precision='fp8' the result has the dtype of q")
+    return quantized
 
 
 def attention_quantizing(
@@ -164,6 +189,66 @@ def check_quantized(
     if out is not None:
         _check_out(call)
     return call
+
+
+class Foreseen(NamedTuple):
+    """A checked call that is not made.
+
+    Attributes
+    ----------
+    call : QuantizedCall
+        Of arrays that would be quantized on the way: with tensors that have their sizes, and no codes.
+    sources : Sources or None
+        These arrays.
+    """
+
+    call: QuantizedCall
+    sources: Sources | None
+
+
+def foresee(
+    q: Any, k: Any, v: Any, *, causal: Any, scale: Any, layout: Any, return_lse: Any, out: Any, out_dtype: Any
+) -> Foreseen:
+    """Check a call of quantized tensors, or of arrays that would be quantized on the way."""
+    options = {"causal": causal, "scale": scale, "layout": layout, "return_lse": return_lse}
+    if isinstance(q, QuantizedTensor):
+        return Foreseen(check_quantized(q, k, v, **options, out=out, out_dtype=out_dtype), None)
+    from .quantize_plan import Sources
+
+    request = request_for((q, k, v), None, **options)
+    operands = {x.name: adopt(x.name, x.array) for x in (request.q, request.k, request.v)}
+    q8, k8, v8 = (_as_if_quantized(x, request.layout) for x in operands.values())
+    dtype = _check_out_dtype(q8, out_dtype)
+    call = QuantizedCall(q8, k8, v8, request.causal, request.scale, request.return_lse, out, dtype)
+    if out is not None:
+        _check_out(call)
+    return Foreseen(call, Sources(operands, request.layout, e5m2=False, seed=None, center=True))
+
+
+def _as_if_quantized(x: Operand, layout: str) -> QuantizedTensor:
+    """What `cuflash.quantize_qkv` makes of an array by default, as far as sizes go."""
+    role, mean = cast(Role, x.name), None if x.name == "q" else x.array
+    shape = cast("tuple[int, int, int, int]", tuple(x.shape))
+    storage = IMAGE if role == "v" else ROWS
+    return QuantizedTensor(x.array, x.array, mean, E4M3.name, role, layout, storage, shape, x.dtype)
+
+
+def warm_up(q: Any, k: Any, v: Any, *, precision: Any, **options: Any) -> tuple[str, ...]:
+    """`cuflash.warmup` of such calls."""
+    is_quantized(q, precision, options["out_dtype"])
+    call, sources = foresee(q, k, v, **options)
+    if (device := call.q.device) == CPU:
+        return ()
+    from . import quantize_plan, quantized_plan
+
+    quantized_plan.check_device(device)
+    if sources is None:
+        quantized_plan.check_quantized_gpu(call)
+    launches = () if sources is None else quantize_plan.make_plan(sources).launches
+    plan = quantized_plan.make_plan(call)
+    launches += () if plan.shift is None else plan.shift.launches
+    loaded = [launch.loaded for launch in launches] + ([] if plan.attend is None else [plan.attend.loaded])
+    return tuple(each.kernel.symbol for each in loaded)
 
 
 class _Named(NamedTuple):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING, Any, cast
 
 from . import driver, jit
@@ -11,7 +11,7 @@ from .arrays import Kind, Operand
 from .checks import MAX_LENGTH, check_placed
 from .errors import UnsupportedError
 from .fp8 import E4M3
-from .fp8_layout import IMAGE, TILE, padded, tiles
+from .fp8_layout import IMAGE, padded, tiles
 from .fp8_plan import TARGET, Fp8Addresses, Fp8Call, Fp8Plan
 from .jit import span
 from .params import fast_div
@@ -39,13 +39,18 @@ def check_device(device: int) -> None:
     ------
     UnsupportedError
     """
-    found = driver.device_compute_capability(device)
-    if found != ARCHES[TARGET].compute_capability:
-        major, minor = found
+    refuse_other_gpus(
+        driver.device_compute_capability(device), lambda: f"cuda:{device} is a {driver.device_properties(device).name}"
+    )
+
+
+def refuse_other_gpus(capability: tuple[int, int], describe: Callable[[], str]) -> None:
+    """The same by compute capability; ``describe`` begins the message."""
+    if capability != ARCHES[TARGET].compute_capability:
         raise UnsupportedError(
-            f"cuda:{device} is a {driver.device_properties(device).name} of compute capability {major}.{minor}; float8 "
-            "attention takes one of 9.0 (Hopper): call without precision='fp8', or, to compute the quantized function, "
-            "take the tensors to the CPU with to_host()"
+            f"{describe()} of compute capability {capability[0]}.{capability[1]}; float8 attention takes one of 9.0 "
+            "(Hopper): call without precision='fp8', or, to compute the quantized function, take the tensors to the "
+            "CPU with to_host()"
         )
 
 
@@ -115,8 +120,17 @@ class QuantizedPlan:
     """
 
     __slots__ = (
-        "_dim", "_kind", "_out_dtype", "_out_shape", "_lse_shape", "_span", "_staged_shape", "attend", "dead",
-        "device", "shift",
+        "_dim",
+        "_kind",
+        "_lse_shape",
+        "_out_dtype",
+        "_out_shape",
+        "_span",
+        "_staged_shape",
+        "attend",
+        "dead",
+        "device",
+        "shift",
     )  # fmt: skip
 
     def __init__(self, call: QuantizedCall, attend: Fp8Plan | None, shift: QuantizePlan | None) -> None:

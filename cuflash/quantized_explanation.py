@@ -1,0 +1,265 @@
+"""The kernels of a call of `cuflash.attention` on 8-bit operands, for `cuflash.explain`."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, cast
+
+from . import cost, driver, jit, kernels
+from .arch import ARCHES, Arch, arch_for
+from .arrays import CPU, Operand
+from .cost import DeviceModel, Schedule, Shape
+from .cpu_quantize import SAMPLE
+from .errors import UnsupportedError
+from .explanation import (
+    NOTHING,
+    Explanation,
+    Kernel,
+    call_text,
+    common_notes,
+    describe_kernel,
+    device_model,
+)
+from .fp8_layout import padded, tiles
+from .fp8_sm90_config import MOST_TWO_LEVEL, Fp8Sm90Config
+from .jit import LoadedKernel
+from .problem import AttentionProblem
+from .quantize_kernels import lse_problem
+from .quantize_plan import plan_with
+from .quantized_attention import OUT_DTYPES, Foreseen, QuantizedCall, foresee, is_quantized
+from .quantized_plan import check_device, check_quantized_gpu, fp8_call, refuse_other_gpus
+from .request import Request
+
+__all__ = ["explain_quantized"]
+
+EXACT = (
+    "exact up to rounding in fp32: scores of the codes, softmax, row sums, LSE; approximate: Q, K and V as 8-bit codes "
+    "of 3 bits of mantissa, and probabilities rounded to such on the way to the second product"
+)
+ACCURACY = "expect RMSE near 1.4e-3 at 4096 keys of normally distributed inputs (bfloat16 kernels: 1e-4)"
+ONE_LEVEL = (
+    "head dim of V beyond 128: the tensor cores alone sum the output over the keys, and truncate. Right where V has no "
+    "mean, as after centring; of a mean that is left, such as one that drifts along the sequence, or that of codes from "
+    "elsewhere, 5 % are lost at 4096 keys and 18 % at 16384"
+)
+
+
+def explain_quantized(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    precision: Any,
+    out_dtype: Any,
+    backward: bool,
+    compile: bool,
+    arch: str | None,
+    **options: Any,
+) -> Explanation:
+    """`cuflash.explain` of quantized tensors, or of arrays that are quantized on the way."""
+    try:
+        if backward:
+            raise UnsupportedError("quantized operands have no gradients; explain the call without precision")
+        is_quantized(q, precision, out_dtype)
+        foreseen = foresee(q, k, v, **options, out_dtype=out_dtype)
+        explained = _Explained.of(foreseen, arch)
+    except (ValueError, TypeError, UnsupportedError) as error:
+        return Explanation(
+            refused=str(error),
+            rule=type(error).__name__,
+            function="attention_backward" if backward else "attention",
+        )
+    return explained.explain(compile=compile)
+
+
+@dataclass(frozen=True)
+class _Explained:
+    """A call that would not be refused.
+
+    Attributes
+    ----------
+    target : Arch or None
+        What names the device; None on the CPU.
+    device : int or None
+        CUDA ordinal; None on the CPU, and where the call is planned for ``arch=``.
+    """
+
+    foreseen: Foreseen
+    target: Arch | None
+    device: int | None
+
+    @classmethod
+    def of(cls, foreseen: Foreseen, arch: str | None) -> _Explained:
+        """Check what only holds on a GPU.
+
+        Raises
+        ------
+        ValueError, UnsupportedError
+        """
+        call = foreseen.call
+        ordinal = call.q.device
+        if arch is not None:
+            target = arch_for(ARCHES[arch].compute_capability)
+            refuse_other_gpus(target.compute_capability, lambda: f"{arch} is the target of GPUs")
+            if call.out_dtype not in OUT_DTYPES[:2]:
+                raise ValueError(f"out_dtype is {call.out_dtype!r}; accepted on a GPU are {', '.join(OUT_DTYPES[:2])}")
+            return cls(foreseen, target, None)
+        if ordinal == CPU:
+            return cls(foreseen, None, None)
+        check_device(ordinal)
+        if foreseen.sources is None:
+            check_quantized_gpu(call)
+        return cls(foreseen, jit.device_arch(ordinal), ordinal)
+
+    @property
+    def call(self) -> QuantizedCall:
+        return self.foreseen.call
+
+    def explain(self, *, compile: bool) -> Explanation:
+        """The kernels, where their code is, and what the call costs; ``compile`` what is in no cache."""
+        request, shape = _request(self.call), _shape(self.call, itemsize=2)
+        base = Explanation(
+            call=f"{call_text(request)}, float8",
+            backend="numpy",
+            flops=shape.flops,
+            standard_bytes=shape.standard_bytes,
+            notes=("NumPy backend: attention of the dequantized operands, tile by tile, without further rounding",),
+        )
+        if self.target is None:
+            return base
+        if self.device is None:
+            device = cost.NOMINAL_DEVICES[self.target.name]
+        else:
+            device = device_model(self.device, self.target)
+        device = dataclasses.replace(device, float8=True)
+        base = dataclasses.replace(base, backend="cuda", device=device, notes=(NOTHING,))
+        found = [*self.quantizing(device, compile=compile), *self.attending(device, compile=compile)]
+        if not found:
+            return base
+        notes = list(self.notes())
+        if found[-1].problem.task == "forward":
+            notes += common_notes(request, found[-1], device, planned=self.device is None)
+        return dataclasses.replace(
+            base,
+            kernels=tuple(found),
+            hbm_bytes=sum(kernel.hbm_bytes for kernel in found),
+            workspace_bytes=self.workspace_bytes(),
+            notes=tuple(notes),
+        )
+
+    # --- kernels
+
+    def describe(
+        self, problem: AttentionProblem, blocks: int, schedule: Schedule | None, hbm_bytes: int, *, compile: bool
+    ) -> Kernel:
+        config = kernels.select_config(problem)
+        grid = ((blocks, 1, 1),)
+        return describe_kernel(problem, config, grid, schedule, hbm_bytes, self.device, compile=compile)
+
+    def quantizing(self, device: DeviceModel, *, compile: bool) -> list[Kernel]:
+        """The kernels that make the codes, if the call does."""
+        if (sources := self.foreseen.sources) is None:
+            return []
+        plan = plan_with(sources, cast(Arch, self.target).name, device.multiprocessors, _unloaded)
+        traffic = {"quantize_means": 0, "quantize": 0}
+        for x in (self.call.q, self.call.k, self.call.v):
+            batch, seq, heads, dim = x.sizes
+            traffic["quantize"] += batch * heads * (seq * (2 * dim + padded(dim)) + 4 * tiles(seq))
+            if x.role != "q":
+                traffic["quantize_means"] += batch * heads * 2 * dim * min(seq, SAMPLE)
+        return [
+            self.describe(
+                launch.loaded.problem, launch.blocks, None, traffic[launch.loaded.problem.task], compile=compile
+            )
+            for launch in plan.launches
+        ]
+
+    def attending(self, device: DeviceModel, *, compile: bool) -> list[Kernel]:
+        """The kernels that take the codes."""
+        call, shape = self.call, _shape(self.call, itemsize=1)
+        rows = shape.batch * shape.heads * shape.seqlen_q
+        if not rows or not shape.seqlen_k:
+            return []
+        found = []
+        if self.has_shift:
+            problem = lse_problem(shape.head_dim, cast(Arch, self.target).name)
+            blocks = shape.batch * shape.heads * tiles(shape.seqlen_q)
+            found.append(self.describe(problem, blocks, None, rows * (shape.head_dim + 4), compile=compile))
+        problem = fp8_call(call).problem
+        config = cast(Fp8Sm90Config, kernels.select_config(problem))
+        sizes = shape.batch * shape.heads, shape.heads // shape.kv_heads, shape.seqlen_q, shape.seqlen_k
+        grid = kernels.persistent_grid(problem, config, *sizes, device.multiprocessors)
+        copies = cost.L2_COPIES.get(device.arch, 1)
+        schedule = Schedule(config.block_m, grid.section, device.multiprocessors, device.l2_bytes, copies)
+        hbm_bytes = cost.fused_bytes(shape, schedule, call.return_lse) + rows * shape.head_dim_v  # O has two bytes
+        hbm_bytes += 4 * rows if self.has_shift else 0
+        return [*found, self.describe(problem, grid.blocks, schedule, hbm_bytes, compile=compile)]
+
+    @property
+    def has_shift(self) -> bool:
+        return self.call.return_lse and self.call.k.mean is not None
+
+    # --- what else there is to say
+
+    def workspace_bytes(self) -> int:
+        """Codes, scales and means that the call makes; the mean's share of the LSE; the padded result."""
+        call, total = self.call, 0
+        batch, seq, heads, _ = call.q.sizes
+        if self.foreseen.sources is not None:
+            for x in (call.q, call.k, call.v):
+                batch_x, seq_x, heads_x, dim = x.sizes
+                stored = tiles(seq_x) * 128 if x.role == "v" else seq_x
+                mean = 0 if x.role == "q" else 4 * padded(dim)
+                total += batch_x * heads_x * (stored * padded(dim) + 4 * tiles(seq_x) + mean)
+        total += 4 * batch * heads * seq if self.has_shift else 0
+        if call.v.head_dim % 16:
+            total += 2 * batch * heads * seq * padded(call.v.head_dim)
+        return total
+
+    def notes(self) -> list[str]:
+        """What quantizing costs in accuracy, and anything unusual."""
+        call, found = self.call, []
+        if self.foreseen.sources is not None:
+            found.append(
+                "q, k and v are quantized on the way, with a scale for every 128 tokens of a head, K and V centred"
+            )
+        found += [EXACT, ACCURACY]
+        if padded(call.v.head_dim) > MOST_TWO_LEVEL:
+            found.append(ONE_LEVEL)
+        if self.foreseen.sources is None and call.v.mean is None:
+            found.append("v is not centred: a constant in its channels costs accuracy that centring would save")
+        if call.v.head_dim % 16:
+            found.append(
+                f"head dim {call.v.head_dim} of V is no multiple of 16: the result is computed padded, and copied"
+            )
+        if fp8_call(call).problem.scale_first:
+            found.append("scale-first variant: the scale is 0, negative, tiny or huge")
+        return found
+
+
+def _unloaded(problem: AttentionProblem) -> LoadedKernel:
+    """A kernel without code, which has a grid and can launch nothing."""
+    no_code: Any = None
+    config = kernels.select_config(problem)
+    return LoadedKernel(
+        driver.Kernel(0, kernels.symbol(problem, config), 0, no_code), problem, config, no_code, "memory"
+    )
+
+
+def _shape(call: QuantizedCall, *, itemsize: int) -> Shape:
+    """The sizes of a call; of its codes (one byte) as they are padded."""
+    (batch, seq_q, heads, dim), (_, seq_k, heads_k, _) = call.q.sizes, call.k.sizes
+    dims = [dim, call.v.head_dim]
+    dim, dim_v = map(padded, dims) if itemsize == 1 else dims
+    offset = seq_k - seq_q if call.causal == "bottom_right" else 0
+    return Shape(batch, heads, heads_k, seq_q, seq_k, dim, dim_v, offset if call.causal else None, itemsize)
+
+
+def _request(call: QuantizedCall) -> Request:
+    """The call as one of arrays, for what is said of every call."""
+    q, k, v = (
+        Operand(x.role, x.payload, x.kind, 0, x.shape, (0, 0, 0, 0), x.source_dtype, CPU)
+        for x in (call.q, call.k, call.v)
+    )
+    return Request(q, k, v, None, call.layout, call.causal, call.scale, call.return_lse)
