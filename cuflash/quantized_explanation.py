@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from . import cost, driver, jit, kernels
 from .arch import ARCHES, Arch, arch_for
-from .arrays import CPU, Operand
+from .arrays import CPU, GPU_DTYPES, Operand
 from .cost import DeviceModel, Schedule, Shape
 from .cpu_quantize import SAMPLE
 from .errors import UnsupportedError
@@ -37,11 +37,11 @@ EXACT = (
     "exact up to rounding in fp32: scores of the codes, softmax, row sums, LSE; approximate: Q, K and V as 8-bit codes "
     "of 3 bits of mantissa, and probabilities rounded to such on the way to the second product"
 )
-ACCURACY = "expect RMSE near 1.4e-3 at 4096 keys of normally distributed inputs (bfloat16 kernels: 1e-4)"
+ACCURACY = "expect RMSE near 1.4e-3 at 4096 keys of normally distributed inputs"
 ONE_LEVEL = (
     "head dim of V beyond 128: the tensor cores alone sum the output over the keys, and truncate. Right where V has no "
-    "mean, as after centring; of a mean that is left, such as one that drifts along the sequence, or that of codes from "
-    "elsewhere, 5 % are lost at 4096 keys and 18 % at 16384"
+    "mean, as after centring; of a mean that is left, such as one that drifts along the sequence, or that of codes "
+    "from elsewhere, 5 % are lost at 4096 keys and 18 % at 16384"
 )
 
 
@@ -101,6 +101,10 @@ class _Explained:
         ordinal = call.q.device
         if arch is not None:
             target = arch_for(ARCHES[arch].compute_capability)
+            if foreseen.sources is not None and call.q.source_dtype not in GPU_DTYPES:
+                raise UnsupportedError(
+                    f"q, k and v have dtype {call.q.source_dtype}; the GPU kernels take float16 and bfloat16: cast them"
+                )
             refuse_other_gpus(target.compute_capability, lambda: f"{arch} is the target of GPUs")
             if call.out_dtype not in OUT_DTYPES[:2]:
                 raise ValueError(f"out_dtype is {call.out_dtype!r}; accepted on a GPU are {', '.join(OUT_DTYPES[:2])}")

@@ -1,4 +1,4 @@
-"""The kernels of attention on 8-bit operands for `fake_gpu`: carried out from a launch's parameters and memory alone."""
+"""Attention on 8-bit operands for `fake_gpu`: carried out from a launch's parameters and memory alone."""
 
 from __future__ import annotations
 
