@@ -44,6 +44,7 @@ class QuantizeConfig(KernelConfig):
     """
 
     family: ClassVar[str] = "quantize"
+    tile: ClassVar[int] = TILE
 
     parts: int
     columns: int = 64
@@ -81,6 +82,9 @@ class QuantizeMeansConfig(KernelConfig):
     """The kernel before the quantizer, which reads a sample of K and V."""
 
     family: ClassVar[str] = "quantize_means"
+    sample: ClassVar[int] = SAMPLE
+    partials: ClassVar[int] = PARTIALS
+
     threads: int = field(default=256)
 
     @property

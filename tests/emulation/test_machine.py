@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(compiler() is None, reason="the CPU emulation ne
 
 SHARED_BYTES = 4096
 KERNEL = """
-#include "device/ptx.cuh"
+#include "device/float8.cuh"
 struct Params {{ const unsigned char* in; unsigned char* out; }};
 extern "C" __global__ void probe(const __grid_constant__ Params p) {{
     const int t = thread_index(), lane = t % 32, warp = t / 32;
@@ -80,6 +80,33 @@ def test_rounding_to_elements(bf16: bool) -> None:
     with np.errstate(over="ignore"):
         expected = cases.astype(kind)
     assert np.array_equal(out.view.view(np.uint32).ravel().astype(np.uint16), expected.view(np.uint16))
+
+
+@pytest.mark.parametrize("name", ["float8_e4m3fn", "float8_e5m2"])
+def test_rounding_to_float8(name: str) -> None:
+    """Against ml_dtypes, which does not saturate; both by the instruction and by the arithmetic in its place."""
+    kind = np.dtype(getattr(ml_dtypes, name))
+    every = np.arange(1 << 8, dtype=np.uint8).view(kind).astype(np.float32)
+    every = np.sort(every[np.isfinite(every)])
+    ties = (every[:-1] + every[1:]) / 2
+    cases = np.concatenate(
+        [every, ties, *(np.nextafter(ties, np.float32(to)) for to in (-np.inf, np.inf)), [np.nan, -0.0]]
+    )
+    beyond = np.float32([1e4, 1e30, np.inf]) * np.float32(100)
+    cases = np.resize(np.concatenate([cases, beyond, -beyond]).astype(np.float32), 1024 + 512)
+    given, out, other = words(cases), blank(len(cases)), blank(len(cases))
+    e5m2 = str(name == "float8_e5m2").lower()
+    for call, to in ((f"pack_float8x4<{e5m2}>(x, x, x, x)", out), (f"encode_float8<{e5m2}>(x) * 0x01010101u", other)):
+        body = f"""
+        for (int i = t; i < {len(cases)}; i += 64) {{
+            const float x = ((const float*)p.in)[i];
+            st_global(p.out + 4 * i, {call});
+        }}"""
+        assert not probe(body, given, to).faults
+    clipped = np.clip(cases, every[0], every[-1]).astype(kind).view(np.uint8)
+    expected = np.where(np.isnan(cases), 0x7F, clipped).astype(np.uint32) * 0x01010101
+    for found in (out, other):
+        np.testing.assert_array_equal(found.view.view(np.uint32).ravel(), expected)
 
 
 COPY_IN = """
