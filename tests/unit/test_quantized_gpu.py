@@ -1,0 +1,392 @@
+"""Attention of quantized tensors on a GPU, up to the launch: plans, parameters, results, refusals, the hot path."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import cuflash
+from cuflash import driver, jit, quantized_attention, quantized_plan
+from tests.oracle import randn
+from tests.unit import fake_gpu
+from tests.unit.fake_gpu import FakeGpu
+
+CAUSAL = (False, "bottom_right", "top_left")
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
+    installed = fake_gpu.install(monkeypatch)
+    yield installed
+    fake_gpu.remove(installed)
+
+
+def draw(
+    lengths: tuple[int, int] = (130, 300),
+    dims: tuple[int, int] = (64, 48),
+    heads: tuple[int, int] = (4, 2),
+    dtype: str = "float16",
+) -> list[Any]:
+    """Off their centre, so that a mean that is forgotten shows."""
+    rng = np.random.default_rng(0)
+    shapes = (
+        (2, lengths[0], heads[0], dims[0]),
+        (2, lengths[1], heads[1], dims[0]),
+        (2, lengths[1], heads[1], dims[1]),
+    )
+    return [(randn(rng, shape, "float32") + np.float32(0.5)).astype(_dtype(dtype)) for shape in rows]
+
+
+def _dtype(name: str) -> Any:
+    return np.dtype(ml_dtypes.bfloat16) if name == "bfloat16" else np.dtype(name)
+
+
+def tasks(gpu: FakeGpu) -> list[str]:
+    return [launch.loaded.problem.task for launch in gpu.launches]
+
+
+def assert_close(gpu: FakeGpu, found: Any, expected: Any) -> None:
+    """As the CPU's float32 result, rounded once."""
+    out, lse = (gpu.host(x).astype(np.float64) for x in found)
+    np.testing.assert_allclose(out, expected[0], atol=2e-4, rtol=5e-3 if found[0].dtype != np.float16 else 7e-4)
+    np.testing.assert_allclose(lse, expected[1], atol=1e-5, rtol=1e-5)
+
+
+# --- results
+
+
+@pytest.mark.parametrize("causal", CAUSAL)
+@pytest.mark.parametrize("options", [{}, {"hadamard": True}, {"center": False}], ids=str)
+@pytest.mark.parametrize("layout", ["bshd", "bhsd"])
+def test_as_on_the_cpu(gpu: FakeGpu, causal: Any, options: dict[str, Any], layout: str) -> None:
+    arrays = draw()
+    if layout == "bhsd":
+        arrays = [np.ascontiguousarray(x.swapaxes(1, 2)) for x in arrays]
+    expected = cuflash.attention(
+        *cuflash.quantize_qkv(*arrays, layout=layout, **options), causal=causal, return_lse=True, out_dtype="float32"
+    )
+    quantized = cuflash.quantize_qkv(*(gpu.array(x) for x in arrays), layout=layout, **options)
+    assert_close(gpu, cuflash.attention(*quantized, causal=causal, return_lse=True), expected)
+    shifted = options.get("center", True)
+    assert tasks(gpu)[-2:] == ["quantize_lse" if shifted else "quantize", "forward"]
+    problem = gpu.launches[-1].loaded.problem
+    assert (problem.arch, problem.input_dtype, problem.dtype) == ("sm_90a", "float8_e4m3fn", "float16")
+
+
+@pytest.mark.parametrize(
+    ("lengths", "dims", "heads"),
+    [
+        ((1, 1), (1, 1), (1, 1)),
+        ((127, 128), (33, 70), (2, 2)),
+        ((129, 257), (16, 16), (6, 2)),
+        ((300, 70), (80, 80), (3, 1)),
+        ((5, 400), (192, 128), (2, 1)),
+        ((64, 64), (250, 256), (2, 2)),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("causal", CAUSAL)
+def test_shapes(gpu: FakeGpu, lengths: Any, dims: Any, heads: Any, causal: Any) -> None:
+    """Tile edges, odd head dims, groups, rows that see no key."""
+    arrays = draw(lengths, dims, heads, "bfloat16")
+    expected = cuflash.attention(
+        *arrays, causal=causal, scale=0.2, return_lse=True, precision="fp8", out_dtype="float32"
+    )
+    found = cuflash.attention(*map(gpu.array, arrays), causal=causal, scale=0.2, return_lse=True, precision="fp8")
+    assert found[0].dtype == ml_dtypes.bfloat16 and found[0].flags.c_contiguous
+    assert_close(gpu, found, expected)
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.3, 1e-35])
+def test_scales(gpu: FakeGpu, scale: float) -> None:
+    arrays = draw()
+    expected = cuflash.attention(*arrays, scale=scale, return_lse=True, precision="fp8", out_dtype="float32")
+    assert_close(
+        gpu, cuflash.attention(*map(gpu.array, arrays), scale=scale, return_lse=True, precision="fp8"), expected
+    )
+    assert gpu.launches[-1].loaded.problem.scale_first
+
+
+@pytest.mark.parametrize("out_dtype", ["float16", "bfloat16", np.float16])
+def test_out_dtype(gpu: FakeGpu, out_dtype: Any) -> None:
+    out = cuflash.attention(*map(gpu.array, draw(dtype="bfloat16")), precision="fp8", out_dtype=out_dtype)
+    assert out.dtype == _dtype("bfloat16" if out_dtype == "bfloat16" else "float16")
+    assert gpu.launches[-1].loaded.problem.dtype == out.dtype.name
+
+
+@pytest.mark.parametrize("dim", [48, 41])
+@pytest.mark.parametrize("place", ["contiguous", "gaps", "odd gaps", "reversed", "columns"])
+def test_out(gpu: FakeGpu, dim: int, place: str) -> None:
+    """Written where it is where TMA can, and copied there where not; nothing beside it is touched."""
+    arrays = draw(dims=(64, dim))
+    expected = cuflash.attention(*arrays, precision="fp8")
+    around = np.full((2, 260, 8, 2 * dim + 1 if place == "columns" else 2 * dim + 16), 7, np.float16)
+    where = {
+        "contiguous": np.s_[:, :130, :4, :dim],
+        "gaps": np.s_[:, ::2, ::2, :dim],
+        "odd gaps": np.s_[:, :130, :4, 1 : dim + 1],
+        "reversed": np.s_[:, 129::-1, :4, :dim],
+        "columns": np.s_[:, :130, :4, : 2 * dim : 2],
+    }[place]
+    inside = np.full(expected.shape, 7, np.float16) if place == "contiguous" else around[where]
+    out = gpu.array(inside)
+    assert cuflash.attention(*map(gpu.array, arrays), precision="fp8", out=out) is out
+    np.testing.assert_allclose(inside.astype(np.float32), expected.astype(np.float32), rtol=2e-3, atol=1e-4)
+    around[where] = 7
+    assert (around == 7).all()
+    direct = dim == 48 and place in ("contiguous", "gaps")
+    assert (gpu.launches[-1].params["out"] == out.data.ptr) == direct
+
+
+def test_nothing_to_compute(gpu: FakeGpu) -> None:
+    for lengths in ((0, 5), (5, 0), (0, 0)):
+        arrays = draw(lengths)
+        for return_lse in (False, True):
+            found = cuflash.attention(*map(gpu.array, arrays), return_lse=return_lse, precision="fp8")
+            out, lse = found if return_lse else (found, None)
+            assert out.shape == (2, lengths[0], 4, 48) and (gpu.host(out) == 0).all()
+            assert lse is None or (gpu.host(lse) == -np.inf).all()
+    assert "forward" not in tasks(gpu) and "quantize_lse" not in tasks(gpu)
+    none = cuflash.attention(*(gpu.array(x[:0]) for x in draw()), return_lse=True, precision="fp8")
+    assert [x.shape for x in none] == [(0, 130, 4, 48), (0, 4, 130)]
+
+
+def test_the_lse_of_a_dead_row_of_nan(gpu: FakeGpu) -> None:
+    q, k, v = draw((10, 4))
+    q[:, :7] = np.nan
+    out, lse = cuflash.attention(*map(gpu.array, (q, k, v)), causal=True, return_lse=True, precision="fp8")
+    assert (gpu.host(out)[:, :6] == 0).all() and (gpu.host(lse)[:, :, :6] == -np.inf).all()
+    assert np.isnan(gpu.host(lse)[:, :, 6]).all() and np.isfinite(gpu.host(lse)[:, :, 7:]).all()
+
+
+# --- devices, streams, plans
+
+
+def test_devices_and_streams(gpu: FakeGpu) -> None:
+    gpu.streams[1] = 77
+    cuflash.attention(*(gpu.array(x, device=1) for x in draw()), return_lse=True, precision="fp8")
+    quantized = cuflash.quantize_qkv(*(gpu.array(x, device=1) for x in draw()))
+    for _ in range(2):
+        out = cuflash.attention(*quantized)
+        assert gpu.device == 0 and out.data.device_id == 1
+    assert {(launch.stream, launch.loaded.device) for launch in gpu.launches} == {(77, 1)}
+
+
+def test_equal_calls_are_hits(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No check, no plan, no kernel lookup: only the table, the allocator and the launches."""
+    out = gpu.array(np.zeros((2, 130, 4, 48), np.float16))
+    cases: list[dict[str, Any]] = [{}, {"causal": True, "return_lse": True}, {"out": out}, {"out_dtype": "bfloat16"}]
+    first, second = (cuflash.quantize_qkv(*map(gpu.array, draw())) for _ in range(2))
+    expected = [cuflash.attention(*first, **case) for case in cases]
+    count = len(gpu.launches)
+
+    def cold(*_: Any, **__: Any) -> Any:
+        raise AssertionError("the cold path")
+
+    for name in ("check_quantized", "request_for", "make_request"):
+        monkeypatch.setattr(quantized_attention, name, cold)
+    monkeypatch.setattr(quantized_plan, "plan_for", cold)
+    monkeypatch.setattr(jit, "kernel_for", cold)
+    for name in ("device_compute_capability", "device_properties", "multiprocessors"):
+        monkeypatch.setattr(driver, name, cold)
+    for quantized in (first, first):
+        for case, before in zip(cases, expected, strict=True):
+            found = cuflash.attention(*quantized, **case)
+            pairs = zip(found, before, strict=True) if isinstance(found, tuple) else [(found, before)]
+            for mine, other in pairs:
+                np.testing.assert_array_equal(gpu.host(mine), gpu.host(other))
+    assert len(jit.QUANTIZED_PLANS) == len(cases) and len(gpu.launches) == count + 2 * (len(cases) + 1)
+    monkeypatch.undo()
+    assert second[0].traits == first[0].traits and second[0].addresses != first[0].addresses
+
+
+def test_everything_that_matters_is_in_the_key(gpu: FakeGpu) -> None:
+    arrays = draw(dims=(64, 64))
+    q8, k8, v8 = cuflash.quantize_qkv(*map(gpu.array, arrays))
+    longer = cuflash.quantize_qkv(*map(gpu.array, draw((130, 301), (64, 64))))
+    calls: list[tuple[Any, dict[str, Any]]] = [
+        ((q8, k8, v8), {}),
+        ((q8, k8, v8), {"causal": True}),
+        ((q8, k8, v8), {"causal": "top_left"}),
+        ((q8, k8, v8), {"scale": 0.5}),
+        ((q8, k8, v8), {"return_lse": True}),
+        ((q8, k8, v8), {"out_dtype": "bfloat16"}),
+        ((q8, k8, dataclasses.replace(v8, mean=None)), {}),
+        ((q8, dataclasses.replace(k8, mean=None), v8), {"return_lse": True}),
+        (longer, {}),
+        ((*cuflash.quantize_qkv(*map(gpu.array, arrays), hadamard=True),), {}),
+        ((q8, k8, cuflash.quantize(gpu.array(arrays[2][..., :48].copy()), role="v")), {}),
+        (tuple(cuflash.quantize_qkv(*(gpu.array(x.astype(ml_dtypes.bfloat16)) for x in arrays))), {}),
+        (tuple(cuflash.quantize_qkv(*(gpu.array(x, device=1) for x in arrays))), {}),
+    ]
+    for number, (operands, options) in enumerate(calls, 1):
+        for _ in range(2):
+            cuflash.attention(*operands, **options)
+        assert len(jit.QUANTIZED_PLANS) == number
+
+
+def test_warmup(gpu: FakeGpu) -> None:
+    arrays = [gpu.array(x) for x in draw()]
+    ready = cuflash.warmup(*arrays, return_lse=True, precision="fp8")
+    assert not gpu.launches and len(ready) == len(gpu.compiled) == 4
+    cuflash.attention(*arrays, return_lse=True, precision="fp8")
+    quantized = cuflash.quantize_qkv(*arrays)
+    assert cuflash.warmup(*quantized, return_lse=True) == ready[2:]
+    assert cuflash.warmup(*quantized) == ready[3:] and len(gpu.compiled) == 4
+    assert len(cuflash.warmup(*quantized, out_dtype="bfloat16")) == 1 and len(gpu.compiled) == 5
+    assert cuflash.warmup(*draw(), precision="fp8") == ()
+    with pytest.raises(cuflash.UnsupportedError, match="quantized operands have no gradients"):
+        cuflash.warmup(*arrays, precision="fp8", backward=True)
+
+
+# --- refusals
+
+
+def test_other_gpus_are_refused_before_anything_is_done(gpu: FakeGpu) -> None:
+    arrays = [gpu.array(x) for x in draw()]
+    quantized = cuflash.quantize_qkv(*arrays)
+    gpu.launches.clear()
+    for capability in ((8, 0), (8, 9), (10, 0), (12, 0)):
+        gpu.capability = capability
+        jit.forget_plans()
+        for operands, options in ((quantized, {}), (arrays, {"precision": "fp8"})):
+            message = rf"cuda:0 is a fake of compute capability {capability[0]}\.{capability[1]}; float8 attention"
+            for call in (cuflash.attention, cuflash.warmup):
+                with pytest.raises(cuflash.UnsupportedError, match=message):
+                    call(*operands, **options)
+            assert message[:20] in (cuflash.explain(*operands, **options).refused or "")
+    assert not gpu.launches
+
+
+def test_refused(gpu: FakeGpu) -> None:
+    q, k, v = (gpu.array(x) for x in draw())
+    q8, k8, v8 = cuflash.quantize_qkv(q, k, v)
+    wide = cuflash.quantize_qkv(q, k, v, dtype="float8_e5m2")
+    rows = dataclasses.replace(v8, storage="rows")
+    short_mean = dataclasses.replace(k8, mean=k8.mean[:, :1])
+    odd = dataclasses.replace(q8, scales=gpu.at(q8.scales.data.ptr + 4, q8.scales.shape, np.float32))
+    part = gpu.at(v8.payload.data.ptr + 64, (2, 130, 4, 48))
+    gpu.launches.clear()
+    for operands, options, error, match in (
+        (wide, {}, cuflash.UnsupportedError, "q has dtype float8_e5m2; the GPU kernels take float8_e4m3fn: quantize"),
+        ((q8, k8, rows), {}, cuflash.UnsupportedError, r"v is stored as 'rows'; .* v.to_host\(\).to_image\(\)"),
+        ((q8, short_mean, v8), {}, ValueError, r"k has a mean of shape \(2, 1, 64\)"),
+        ((dataclasses.replace(q8, mean=gpu.array(np.zeros((2, 4, 64), np.float32))), k8, v8), {}, ValueError,
+         "q has a mean; accepted is None"),
+        ((odd, k8, v8), {}, ValueError, "q has arrays at .* must be multiples of 16"),
+        ((q8, k8, v8), {"out_dtype": "float32"}, ValueError, "accepted are 'float16', 'bfloat16'"),
+        ((q8, k8, v8), {"out": part}, ValueError, "out shares memory with v"),
+        ((q8, k8, v8), {"out": gpu.array(np.zeros((2, 130, 4, 48), ml_dtypes.bfloat16))}, TypeError,
+         "out has dtype bfloat16"),
+        ((q8, k8, cuflash.quantize(gpu.array(draw()[2], device=1), role="v")), {}, ValueError, "v has 1"),
+        ((q, k, v), {"precision": "fp8", "out_dtype": "float32"}, ValueError, "accepted are 'float16', 'bfloat16'"),
+        (tuple(gpu.array(x.astype(np.float32)) for x in draw()), {"precision": "fp8"}, cuflash.UnsupportedError,
+         "float32; the GPU kernels take float16 and bfloat16"),
+    ):  # fmt: skip
+        for _ in range(2):  # what is refused once is refused again
+            with pytest.raises(error, match=match):
+                cuflash.attention(*operands, **options)  # type: ignore[arg-type]
+    assert "forward" not in tasks(gpu)
+
+
+def test_what_is_followed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = pytest.importorskip("torch")
+    q, k, v = (torch.ones(1, 5, 2, 16, dtype=torch.bfloat16, requires_grad=name == "k") for name in "qkv")
+    with pytest.raises(cuflash.UnsupportedError, match="precision='fp8' is not followed by autograd"):
+        cuflash.attention(q, k, v, precision="fp8")
+    with torch.no_grad():
+        assert cuflash.attention(q, k, v, precision="fp8").shape == q.shape
+
+
+def test_jax_tracers_are_refused() -> None:
+    jax = pytest.importorskip("jax")
+    x = jax.numpy.ones((1, 5, 2, 16), jax.numpy.bfloat16)
+    with pytest.raises(cuflash.UnsupportedError, match="precision='fp8' is not for JAX tracers"):
+        jax.jit(lambda x: cuflash.attention(x, x, x, precision="fp8"))(x)
+    assert cuflash.attention(x, x, x, precision="fp8").shape == x.shape
+
+
+@pytest.mark.parametrize("dim", [48, 41])
+def test_torch_tensors(monkeypatch: pytest.MonkeyPatch, dim: int) -> None:
+    torch = pytest.importorskip("torch")
+    gpu = fake_gpu.install_for_torch(monkeypatch)
+    arrays = draw(dims=(64, dim))
+    try:
+        tensors = [torch.from_numpy(x) for x in arrays]
+        out, lse = cuflash.attention(*tensors, causal=True, return_lse=True, precision="fp8")
+        given = torch.zeros_like(out)
+        assert cuflash.attention(*tensors, causal=True, precision="fp8", out=given) is given and given._version == 1
+    finally:
+        fake_gpu.remove(gpu)
+        monkeypatch.undo()
+    expected, expected_lse = cuflash.attention(*arrays, causal=True, return_lse=True, precision="fp8")
+    for mine in (out, given):
+        np.testing.assert_allclose(mine.numpy(), expected, atol=1e-3, rtol=2e-3)
+    np.testing.assert_allclose(lse.numpy(), expected_lse, atol=1e-5, rtol=1e-5)
+    assert "cupy" not in sys.modules or gpu.cupy is None
+
+
+# --- explain
+
+
+def test_explain_names_what_is_launched(gpu: FakeGpu) -> None:
+    for options in ({}, {"causal": True, "return_lse": True}, {"out_dtype": "bfloat16"}):
+        arrays = [gpu.array(x) for x in draw()]
+        gpu.launches.clear()
+        cuflash.attention(*arrays, precision="fp8", **options)  # type: ignore[arg-type]
+        explained = cuflash.explain(*arrays, precision="fp8", **options)  # type: ignore[arg-type]
+        launched = [(launch.loaded.problem, (launch.grid,)) for launch in gpu.launches]
+        assert [(kernel.problem, kernel.grid) for kernel in explained.kernels] == launched
+        assert explained.kernel is explained.kernels[-1] and explained.kernel.cached == "memory"
+        assert explained.hbm_bytes == sum(kernel.hbm_bytes for kernel in explained.kernels)
+        quantized = cuflash.explain(*cuflash.quantize_qkv(*arrays), **options)  # type: ignore[arg-type]
+        assert quantized.kernels == explained.kernels[2:]
+        assert "quantized on the way" in str(explained) and "quantized on the way" not in str(quantized)
+
+
+def test_explain_without_a_gpu() -> None:
+    arrays = draw((2000, 3000), (256, 250), (2, 1), "bfloat16")
+    planned = cuflash.explain(*arrays, precision="fp8", arch="sm_90")
+    assert [kernel.family for kernel in planned.kernels] == ["quantize_means", "quantize", "forward_fp8_sm90"]
+    means, quantize, attend = planned.kernels
+    assert means.hbm_bytes == 2 * 256 * (256 + 250) * 2
+    tokens = 2 * (2 * 2000 + 3000) * (2 * 256 + 256) + 2 * 3000 * (2 * 250 + 256)
+    assert quantize.hbm_bytes == tokens + 4 * (4 * 16 + 2 * 2 * 24)
+    own = 4 * 2000 * (256 + 2 * 256)
+    assert attend.hbm_bytes >= own + 2 * 3000 * 512
+    assert planned.device is not None and planned.device.peak_flops == 2 * 132 * 1.98e9 * 4096
+    assert any("truncate" in note for note in planned.notes) and any("padded" in note for note in planned.notes)
+    small = cuflash.explain(*draw(), precision="fp8", arch="sm_90")
+    assert not any("truncate" in note for note in small.notes)
+    on_cpu = cuflash.explain(*arrays, precision="fp8")
+    assert on_cpu.backend == "numpy" and not on_cpu.kernels
+    nothing = cuflash.explain(*draw((0, 0)), precision="fp8", arch="sm_90")
+    assert nothing.refused is None
+
+
+@pytest.mark.parametrize(
+    ("options", "rule", "match"),
+    [
+        ({"arch": "sm_80"}, "UnsupportedError", "sm_80 is the target of GPUs of compute capability 8.0"),
+        ({"backward": True}, "UnsupportedError", "no gradients"),
+        ({"precision": "fp4"}, "ValueError", "accepted are None and 'fp8'"),
+        ({"precision": None, "out_dtype": "float16"}, "TypeError", "out_dtype is for quantized operands"),
+        ({"causal": "left"}, "ValueError", "causal is 'left'"),
+        ({"out_dtype": "float32", "arch": "sm_90"}, "ValueError", "out_dtype is 'float32'"),
+    ],
+)
+def test_explain_names_the_rule(options: dict[str, Any], rule: str, match: str) -> None:
+    explained = cuflash.explain(*draw(), **{"precision": "fp8", **options})
+    assert explained.rule == rule and match in (explained.refused or "")
+
+
+def test_explain_of_dtypes() -> None:
+    arrays = draw(dtype="float32")
+    assert cuflash.explain(*arrays, precision="fp8").backend == "numpy"
+    assert "cast them" in (cuflash.explain(*arrays, precision="fp8", arch="sm_90").refused or "")
