@@ -35,12 +35,8 @@ def draw(
 ) -> list[Any]:
     """Off their centre, so that a mean that is forgotten shows."""
     rng = np.random.default_rng(0)
-    shapes = (
-        (2, lengths[0], heads[0], dims[0]),
-        (2, lengths[1], heads[1], dims[0]),
-        (2, lengths[1], heads[1], dims[1]),
-    )
-    return [(randn(rng, shape, "float32") + np.float32(0.5)).astype(_dtype(dtype)) for shape in rows]
+    rows = ((lengths[0], heads[0], dims[0]), (lengths[1], heads[1], dims[0]), (lengths[1], heads[1], dims[1]))
+    return [(randn(rng, (2, *shape), "float32") + np.float32(0.5)).astype(_dtype(dtype)) for shape in rows]
 
 
 def _dtype(name: str) -> Any:
