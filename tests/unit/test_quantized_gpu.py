@@ -277,7 +277,7 @@ def test_refused(gpu: FakeGpu) -> None:
          "q has a mean; accepted is None"),
         ((odd, k8, v8), {}, ValueError, "q has arrays at .* must be multiples of 16"),
         ((q8, k8, v8), {"out_dtype": "float32"}, ValueError, "accepted are 'float16', 'bfloat16'"),
-        ((q8, k8, v8), {"out": part}, ValueError, "out shares memory with v"),
+        ((q8, k8, v8), {"out": part}, ValueError, "out shares memory with"),
         ((q8, k8, v8), {"out": gpu.array(np.zeros((2, 130, 4, 48), ml_dtypes.bfloat16))}, TypeError,
          "out has dtype bfloat16"),
         ((q8, k8, cuflash.quantize(gpu.array(draw()[2], device=1), role="v")), {}, ValueError, "v has 1"),
@@ -317,7 +317,7 @@ def test_torch_tensors(monkeypatch: pytest.MonkeyPatch, dim: int) -> None:
         tensors = [torch.from_numpy(x) for x in arrays]
         out, lse = cuflash.attention(*tensors, causal=True, return_lse=True, precision="fp8")
         given = torch.zeros_like(out)
-        assert cuflash.attention(*tensors, causal=True, precision="fp8", out=given) is given and given._version == 1
+        assert cuflash.attention(*tensors, causal=True, precision="fp8", out=given) is given and given._version > 0
     finally:
         fake_gpu.remove(gpu)
         monkeypatch.undo()

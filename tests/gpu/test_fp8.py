@@ -1,0 +1,387 @@
+"""Attention of 8-bit operands on Hopper GPUs, against float64 on the same codes and on the inputs before quantization.
+
+The baseline of errors is an ordinary implementation that rounds the probabilities to e4m3, as tensor cores want them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import cuflash
+from cuflash.dequantized import Dequantized
+from cuflash.reference import oracle
+from tests.gpu.support import (
+    CAUSAL,
+    Array,
+    assert_same_bits,
+    assign,
+    bits,
+    host_qkv,
+    numpy_dtype,
+    poison_pool,
+    poisoned,
+    require_hopper,
+    spin,
+    swap_layout,
+    to_device,
+    to_host,
+)
+from tests.oracle import judge
+
+pytestmark = pytest.mark.gpu
+
+# Lengths, heads, head dims: tile edges, groups, rows that see no key, dims that are padded, one and two levels.
+CASES = (
+    ((1, 1), (1, 1), (64, 64)),
+    ((127, 129), (2, 2), (64, 64)),
+    ((128, 128), (4, 1), (128, 128)),
+    ((129, 257), (2, 1), (128, 128)),
+    ((700, 513), (4, 2), (128, 128)),
+    ((300, 70), (2, 2), (128, 128)),
+    ((5, 1000), (6, 2), (64, 64)),
+    ((257, 384), (2, 2), (256, 256)),
+    ((400, 130), (2, 1), (256, 256)),
+    ((200, 300), (3, 1), (192, 128)),
+    ((200, 300), (2, 2), (33, 70)),
+    ((130, 200), (2, 2), (1, 1)),
+    ((200, 300), (2, 1), (250, 130)),
+)
+SCORE_ROUNDING = 2.0**-11
+"""What tensor cores leave of a sum of products of 8-bit numbers, relative to the sum of their magnitudes, at most."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compiled_ahead(shared_cache: Path) -> None:
+    """The kernels of this file, in processes: one after the other they would take a minute."""
+    from cuflash.build import build
+
+    require_hopper()
+    jobs = {}
+    for index, case in enumerate(CASES):
+        for causal in CAUSAL[:2]:
+            arrays = host_qkv(*case, dtype=_dtype_of(index))
+            options = {"causal": causal, "return_lse": True, "precision": "fp8", "arch": "sm_90"}
+            explained = cuflash.explain(*arrays, **options)
+            jobs.update({kernel.problem: kernel.config for kernel in explained.kernels})
+    failed = [built for built in build(list(jobs.items()), shared_cache / "cuflash") if built.error]
+    assert not failed, "\n".join(f"{built.symbol}: {built.error}" for built in failed)
+
+
+def _dtype_of(index: int) -> str:
+    """That in which a case is tested: bfloat16 but for two of three cases with 64 columns."""
+    return "float16" if index in (1, 6) else "bfloat16"
+
+
+# --- what is right
+
+
+class Real(NamedTuple):
+    """The operands as float64 numbers, (batch, heads, seq, dim), in the basis of the codes; V without its mean."""
+
+    q: np.ndarray
+    k: np.ndarray
+    v: np.ndarray
+    v_mean: np.ndarray
+
+    @classmethod
+    def of(cls, *quantized: cuflash.QuantizedTensor) -> Real:
+        q, k, v = (_values(x.to_host()) for x in quantized)
+        mean = quantized[2].to_host().mean
+        v_mean = np.zeros((*v.shape[:2], v.shape[3])) if mean is None else mean[..., : v.shape[3]].astype(np.float64)
+        return cls(q, k, v - v_mean[:, :, None], v_mean)
+
+
+def _values(x: cuflash.QuantizedTensor) -> np.ndarray:
+    every = slice(None)
+    return Dequantized.of(x)[every, every, slice(0, x.sizes[1])].astype(np.float64)
+
+
+def rounding_probabilities(real: Real, causal: Any, scale: float, dtype: Any) -> np.ndarray:
+    """The ordinary implementation: probabilities relative to the row's largest, which is 256, as e4m3."""
+    group = real.q.shape[1] // real.k.shape[1]
+    (nq, nk), out = (real.q.shape[2], real.k.shape[2]), np.zeros((*real.q.shape[:3], real.v.shape[3]))
+    offset = nk - nq if causal == "bottom_right" else 0
+    hidden = np.arange(nk) > np.arange(nq)[:, None] + offset if causal else np.zeros((nq, nk), bool)
+    for b, h in np.ndindex(*real.q.shape[:2]):
+        scores = np.where(hidden, -np.inf, real.q[b, h] @ real.k[b, h // group].T * scale)
+        top = scores.max(axis=1, keepdims=True)
+        p = 256 * np.exp(scores - np.where(np.isneginf(top), 0, top))
+        total = p.sum(axis=1, keepdims=True)
+        rounded = p.astype(np.float32).astype(ml_dtypes.float8_e4m3fn).astype(np.float64)
+        with np.errstate(invalid="ignore"):
+            result = rounded @ real.v[b, h // group] / total + real.v_mean[b, h // group]
+        out[b, h] = np.where(total == 0, 0, result)
+    return out.astype(dtype)
+
+
+def check(
+    quantized: tuple[cuflash.QuantizedTensor, ...], *, causal: Any = False, scale: float | None = None, **options: Any
+) -> Array:
+    """Runs into poisoned memory, judges output and LSE, and returns the output."""
+    q8, _, v8 = quantized
+    batch, seq, heads, dim = q8.sizes
+    poison_pool(8 * batch * seq * heads * max(v8.head_dim, dim))
+    out, lse = cuflash.attention(*quantized, causal=causal, scale=scale, return_lse=True, **options)
+    scale = dim**-0.5 if scale is None else scale
+    real = Real.of(*quantized)
+    v = real.v + real.v_mean[:, :, None]
+    expected, expected_lse = oracle(real.q, real.k, v, causal=causal, scale=scale)
+    found = to_host(out) if q8.layout == "bhsd" else swap_layout(to_host(out))
+    judge(found, expected, rounding_probabilities(real, causal, scale, found.dtype))
+    group = real.q.shape[1] // real.k.shape[1]
+    products = np.abs(real.q) @ np.repeat(np.abs(real.k), group, axis=1).swapaxes(2, 3)
+    allowed = SCORE_ROUNDING * abs(scale) * products.max(axis=3, initial=0) + 1e-4
+    dead = np.isneginf(expected_lse)
+    assert (np.isneginf(to_host(lse)) == dead).all()
+    error = np.abs(np.where(dead, 0, to_host(lse)) - np.where(dead, 0, expected_lse))
+    assert (error <= allowed).all(), f"LSE off by {error.max()}, accepted {allowed.max()}"
+    return out
+
+
+def quantize(arrays: Any, **options: Any) -> tuple[cuflash.QuantizedTensor, ...]:
+    return cuflash.quantize_qkv(*map(to_device, arrays), **options)
+
+
+# --- the quantized function
+
+
+@pytest.mark.parametrize("causal", CAUSAL)
+@pytest.mark.parametrize("index", range(len(CASES)), ids=lambda index: str(CASES[index]))
+def test_shapes(index: int, causal: Any) -> None:
+    q, k, v = host_qkv(*CASES[index], dtype=_dtype_of(index), batch=2, seed=index)
+    out = check(quantize((q, k + k.dtype.type(1), v + v.dtype.type(1))), causal=causal)
+    assert out.shape == (*q.shape[:3], v.shape[3]) and out.flags.c_contiguous
+
+
+@pytest.mark.parametrize("causal", CAUSAL[:2])
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("options", [{"hadamard": True}, {"center": False}], ids=str)
+def test_options(options: dict[str, Any], dim: int, causal: Any) -> None:
+    arrays = host_qkv((260, 400), (4, 2), (dim, dim), "bfloat16", seed=dim)
+    check(quantize(arrays, **options), causal=causal)
+
+
+def test_tiles_of_very_different_scales() -> None:
+    """Scales of K and V follow their tiles, forwards and backwards by a factor of a million."""
+    q, k, v = host_qkv((300, 1024), (2, 2), (128, 128), "bfloat16")
+    powers = np.exp2([0, -10, 10, 3, -20, 0, 7, -3]).repeat(128).astype(np.float32)[None, :, None, None]
+    check(quantize((q, k, (v.astype(np.float32) * powers).astype(v.dtype)), center=False), causal=True)
+    check(quantize((q, (k.astype(np.float32) * powers**0.1).astype(k.dtype), v), center=False), causal=True)
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.05, 0.3])
+def test_scales_of_the_call(scale: float) -> None:
+    check(quantize(host_qkv((200, 300), (2, 2), (128, 128), "bfloat16")), scale=scale)
+
+
+def test_layouts_and_output_dtypes() -> None:
+    arrays = host_qkv((200, 300), (4, 2), (128, 128), "bfloat16", batch=2)
+    expected = check(quantize(arrays), causal=True)
+    turned = quantize([np.ascontiguousarray(swap_layout(x)) for x in arrays], layout="bhsd")
+    assert_same_bits(swap_layout(to_host(check(turned, causal=True))), expected)
+    assert check(quantize(arrays), out_dtype="float16").dtype == np.float16
+
+
+@pytest.mark.parametrize("dims", [(128, 128), (33, 70)], ids=str)
+def test_out_is_written_where_it_is(dims: tuple[int, int]) -> None:
+    """By TMA, or copied there; nothing beside it is touched."""
+    quantized = quantize(host_qkv((200, 300), (2, 2), dims, "bfloat16"))
+    expected = cuflash.attention(*quantized)
+    for gap in (0, 8, 3):
+        around = poisoned((1, 203, 4, dims[1] + gap), numpy_dtype("bfloat16"))
+        out = around[:, 3:, 1:3, gap:]
+        assert cuflash.attention(*quantized, out=out) is out
+        assert_same_bits(to_device(to_host(out)), expected)
+        outside = np.ones(around.shape, bool)
+        outside[:, 3:, 1:3, gap:] = False
+        assert np.isnan(to_host(around)[outside].astype(np.float32)).all()
+
+
+def test_nothing_to_compute() -> None:
+    for lengths in ((0, 10), (10, 0)):
+        out, lse = cuflash.attention(*quantize(host_qkv(lengths, (2, 2), (128, 128))), return_lse=True)
+        assert out.shape[1] == lengths[0] and not bits(out).any() and np.isneginf(to_host(lse)).all()
+
+
+def test_non_finite_values_stay_with_the_rows_that_see_them() -> None:
+    for which, bad in ((0, np.nan), (1, np.inf), (2, np.nan)):
+        arrays = host_qkv((300, 300), (2, 2), (128, 128), "bfloat16")
+        arrays[which][0, 150, 1, 3] = bad
+        quantized = quantize(arrays)
+        found = to_host(cuflash.attention(*quantized, causal=True)).astype(np.float32)
+        host = [x.to_host() for x in quantized]
+        expected = cuflash.attention(*host, causal=True, out_dtype="float32")
+        nan = np.isnan(found)
+        assert not nan[:, :, 0].any() and nan[0, 150, 1].any()
+        if which == 2:  # other columns of a row of NaN, and rows whose own 128 keys share its tile, may be NaN or not
+            assert (nan[:, 150:, 1, 3]).all() and not nan[:, :128].any()
+        else:
+            np.testing.assert_array_equal(nan, np.isnan(expected))
+
+
+def test_rows_that_see_no_key_are_zero_whatever_the_operands_hold() -> None:
+    for dim in (128, 256):
+        q, k, v = host_qkv((300, 70), (2, 2), (dim, dim), "bfloat16")
+        q[:, 100] = v[:, 69] = np.nan
+        out, lse = cuflash.attention(*quantize((q, k, v)), causal=True, return_lse=True)
+        assert not bits(out)[:, :230].any() and np.isneginf(to_host(lse)[:, :, :230]).all()
+
+
+def test_runs_repeat_bit_for_bit() -> None:
+    for dim in (64, 128, 256):
+        quantized = quantize(host_qkv((1500, 1500), (8, 4), (dim, dim), "bfloat16", batch=2))
+        first, first_lse = cuflash.attention(*quantized, causal=True, return_lse=True)
+        for _ in range(100):
+            out, lse = cuflash.attention(*quantized, causal=True, return_lse=True)
+        assert_same_bits(out, first)
+        assert_same_bits(lse, first_lse)
+
+
+# --- accuracy on the inputs before quantization: the bars of the README's table
+
+
+def normal(queries: int, keys: int, heads: int, dim: int, seed: int) -> list[np.ndarray]:
+    """Some of the queries of a long sequence: the errors of a row do not depend on how many there are."""
+    rng = np.random.default_rng(seed)
+    shapes = (queries, keys, keys)
+    return [rng.standard_normal((1, n, heads, dim), np.float32) for n in shapes]
+
+
+def errors_of(arrays: list[np.ndarray], **options: Any) -> tuple[float, float]:
+    """RMSE, and the mean error relative to the mean magnitude."""
+    rounded = [x.astype(ml_dtypes.bfloat16) for x in arrays]
+    if options:
+        out = cuflash.attention(*quantize(rounded, **options))
+    else:
+        out = cuflash.attention(*map(to_device, rounded), precision="fp8")
+    exact = swap_layout(oracle(*(swap_layout(x).astype(np.float64) for x in rounded), causal=False)[0])
+    error = to_host(out).astype(np.float64) - exact
+    return float(np.sqrt(np.mean(error**2))), float(error.mean() / np.abs(exact).mean())
+
+
+def test_normal_values() -> None:
+    rmse, _ = errors_of(normal(1024, 4096, 4, 128, 0))
+    assert rmse <= 1.45e-3
+
+
+@pytest.mark.parametrize(("hadamard", "bar"), [(False, 1.75e-2), (True, 9.0e-3)])
+def test_outliers(hadamard: bool, bar: float) -> None:
+    """The FlashAttention-3 paper's: N(0, 1) + N(0, 100) * Bernoulli(0.001)."""
+    rng = np.random.default_rng(1)
+    arrays = normal(1024, 4096, 8, 128, 1)
+    arrays = [x + 10 * rng.standard_normal(x.shape) * (rng.random(x.shape) < 1e-3) for x in arrays]
+    assert errors_of(arrays, hadamard=hadamard)[0] <= bar
+
+
+def test_constant_channels_of_k() -> None:
+    q, k, v = normal(1024, 4096, 4, 128, 2)
+    k[..., [3, 17, 64, 100]] += 30
+    assert errors_of([q, k, v])[0] <= 1.5e-3
+
+
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize(("keys", "bar"), [(4096, 1.5e-3), (16384, 1.5e-3)])
+def test_values_with_a_mean(keys: int, bar: float, dim: int) -> None:
+    q, k, v = normal(512, keys, 2, dim, 3)
+    rmse, bias = errors_of([q, k, v + 1])
+    assert rmse <= bar and abs(bias) <= 3e-3
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("keys", [4096, 16384])
+def test_values_with_a_mean_that_is_not_subtracted(keys: int, dim: int) -> None:
+    """Two levels: the tensor cores alone would lose 5 and 18 per cent."""
+    q, k, v = normal(512, keys, 2, dim, 4)
+    _, bias = errors_of([q, k, v + 1], center=False)
+    assert abs(bias) <= 3e-3
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_values_whose_mean_drifts(dim: int) -> None:
+    """From -1 to 1: of their magnitude, 0.5, the bias may be 0.3 %."""
+    q, k, v = normal(128, 65536, 1, dim, 5)
+    rounded = [x.astype(ml_dtypes.bfloat16) for x in (q, k, v + np.linspace(-1, 1, 65536)[None, :, None, None])]
+    out = to_host(cuflash.attention(*map(to_device, rounded), precision="fp8")).astype(np.float64)
+    exact = swap_layout(oracle(*(swap_layout(x).astype(np.float64) for x in rounded), causal=False)[0])
+    assert abs((out - exact).mean()) <= 0.003 * 0.5
+
+
+# --- frameworks, streams, graphs
+
+
+def test_torch_tensors(torch: Any) -> None:
+    arrays = host_qkv((200, 300), (4, 2), (128, 128), "bfloat16")
+    tensors = [torch.from_numpy(x.view(np.int16)).cuda().view(torch.bfloat16) for x in arrays]
+    out, lse = cuflash.attention(*tensors, causal=True, return_lse=True, precision="fp8")
+    expected, expected_lse = cuflash.attention(*map(to_device, arrays), causal=True, return_lse=True, precision="fp8")
+    assert isinstance(out, torch.Tensor) and out.dtype is torch.bfloat16
+    assert_same_bits(out.view(torch.int16).cpu().numpy().view(np.uint16), expected)
+    assert_same_bits(lse.cpu().numpy(), expected_lse)
+    with pytest.raises(cuflash.UnsupportedError, match="not followed by autograd"):
+        cuflash.attention(*(x.requires_grad_() for x in tensors), precision="fp8")
+
+
+@pytest.fixture
+def late() -> Iterator[tuple[list[Array], list[Array], Array]]:
+    """Poisoned inputs, what they will become, and the output that those give."""
+    import cupy as cp
+
+    spin(1)  # compiled here, not in the middle of a test
+    inputs = [to_device(x) for x in host_qkv((200, 200), (4, 2), (128, 128), "bfloat16")]
+    expected = cuflash.attention(*inputs, causal=True, precision="fp8")
+    poison = [poisoned(x.shape, x.dtype) for x in inputs]
+    assign(poison[0], poison[0])
+    cp.cuda.Device().synchronize()
+    yield poison, inputs, expected
+
+
+def test_all_kernels_run_on_the_current_stream(late: Any) -> None:
+    import cupy as cp
+
+    poison, inputs, expected = late
+    for _ in range(2):  # the second time the plans are hot
+        for x in poison:
+            x.view(np.uint16).fill(0x7FFF)
+        cp.cuda.Device().synchronize()
+        stream = cp.cuda.Stream(non_blocking=True)
+        with stream:
+            spin()
+            for target, x in zip(poison, inputs, strict=True):
+                assign(target, x)
+            out, lse = cuflash.attention(*poison, causal=True, return_lse=True, precision="fp8")
+            assert not stream.done, "the call waited for the device"
+            stream.synchronize()
+        assert_same_bits(out, expected)
+        assert np.isfinite(to_host(lse)).all()
+
+
+@pytest.mark.parametrize("return_lse", [False, True])
+def test_captured_in_a_graph(torch: Any, return_lse: bool) -> None:
+    """Also the first call, after a warm-up: nothing but launches and the framework's own memory."""
+    tensors = [
+        torch.from_numpy(x.view(np.int16)).cuda().view(torch.bfloat16)
+        for x in host_qkv((300, 400), (4, 2), (128, 128), "bfloat16", seed=1)
+    ]
+    call: Callable[[], Any] = lambda: cuflash.attention(  # noqa: E731
+        *tensors, causal=True, return_lse=return_lse, precision="fp8"
+    )
+    expected = call()
+    cuflash.warmup(*tensors, causal=True, return_lse=return_lse, precision="fp8")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = call()
+    for change in (False, True):
+        if change:
+            tensors[2].mul_(2)
+            expected = call()
+        graph.replay()
+        torch.cuda.synchronize()
+        pairs = zip(found, expected, strict=True) if return_lse else [(found, expected)]
+        for mine, other in pairs:
+            assert torch.equal(mine, other)
