@@ -69,6 +69,12 @@ def _compiled_ahead(shared_cache: Path) -> None:
             options = {"causal": causal, "return_lse": True, "precision": "fp8", "arch": "sm_90"}
             explained = cuflash.explain(*arrays, **options)
             jobs.update({kernel.problem: kernel.config for kernel in explained.kernels})
+    for dim in (64, 128, 256):  # what the tests below take beside these
+        for options in ({"out_dtype": "float16"}, {"causal": True}):
+            explained = cuflash.explain(
+                *host_qkv((2, 2), (2, 2), (dim, dim), "bfloat16"), precision="fp8", arch="sm_90", **options
+            )
+            jobs.update({kernel.problem: kernel.config for kernel in explained.kernels})
     failed = [built for built in build(list(jobs.items()), shared_cache / "cuflash") if built.error]
     assert not failed, "\n".join(f"{built.symbol}: {built.error}" for built in failed)
 
@@ -129,6 +135,7 @@ def check(
     poison_pool(8 * batch * seq * heads * max(v8.head_dim, dim))
     out, lse = cuflash.attention(*quantized, causal=causal, scale=scale, return_lse=True, **options)
     scale = dim**-0.5 if scale is None else scale
+    causal = "bottom_right" if causal is True else causal
     real = Real.of(*quantized)
     v = real.v + real.v_mean[:, :, None]
     expected, expected_lse = oracle(real.q, real.k, v, causal=causal, scale=scale)
@@ -219,8 +226,8 @@ def test_non_finite_values_stay_with_the_rows_that_see_them() -> None:
         expected = cuflash.attention(*host, causal=True, out_dtype="float32")
         nan = np.isnan(found)
         assert not nan[:, :, 0].any() and nan[0, 150, 1].any()
-        if which == 2:  # other columns of a row of NaN, and rows whose own 128 keys share its tile, may be NaN or not
-            assert (nan[:, 150:, 1, 3]).all() and not nan[:, :128].any()
+        if which == 2:  # rows that share the tile of key 150, and do not see it, may be NaN or not
+            assert nan[:, 150:, 1, 3].all() and not nan[:, :128].any() and not np.delete(nan, 3, axis=3).any()
         else:
             np.testing.assert_array_equal(nan, np.isnan(expected))
 
@@ -254,12 +261,12 @@ def normal(queries: int, keys: int, heads: int, dim: int, seed: int) -> list[np.
 
 
 def errors_of(arrays: list[np.ndarray], **options: Any) -> tuple[float, float]:
-    """RMSE, and the mean error relative to the mean magnitude."""
+    """RMSE, and the mean error relative to the mean magnitude; by float16, since rounding 1 to bfloat16 costs more."""
     rounded = [x.astype(ml_dtypes.bfloat16) for x in arrays]
     if options:
-        out = cuflash.attention(*quantize(rounded, **options))
+        out = cuflash.attention(*quantize(rounded, **options), out_dtype="float16")
     else:
-        out = cuflash.attention(*map(to_device, rounded), precision="fp8")
+        out = cuflash.attention(*map(to_device, rounded), precision="fp8", out_dtype="float16")
     exact = swap_layout(oracle(*(swap_layout(x).astype(np.float64) for x in rounded), causal=False)[0])
     error = to_host(out).astype(np.float64) - exact
     return float(np.sqrt(np.mean(error**2))), float(error.mean() / np.abs(exact).mean())
@@ -307,7 +314,7 @@ def test_values_whose_mean_drifts(dim: int) -> None:
     """From -1 to 1: of their magnitude, 0.5, the bias may be 0.3 %."""
     q, k, v = normal(128, 65536, 1, dim, 5)
     rounded = [x.astype(ml_dtypes.bfloat16) for x in (q, k, v + np.linspace(-1, 1, 65536)[None, :, None, None])]
-    out = to_host(cuflash.attention(*map(to_device, rounded), precision="fp8")).astype(np.float64)
+    out = to_host(cuflash.attention(*map(to_device, rounded), precision="fp8", out_dtype="float16")).astype(np.float64)
     exact = swap_layout(oracle(*(swap_layout(x).astype(np.float64) for x in rounded), causal=False)[0])
     assert abs((out - exact).mean()) <= 0.003 * 0.5
 
@@ -336,7 +343,7 @@ def late() -> Iterator[tuple[list[Array], list[Array], Array]]:
     inputs = [to_device(x) for x in host_qkv((200, 200), (4, 2), (128, 128), "bfloat16")]
     expected = cuflash.attention(*inputs, causal=True, precision="fp8")
     poison = [poisoned(x.shape, x.dtype) for x in inputs]
-    assign(poison[0], poison[0])
+    assign(poison[1], poison[2])  # CuPy's kernel for this is compiled here, too
     cp.cuda.Device().synchronize()
     yield poison, inputs, expected
 
