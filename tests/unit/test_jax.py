@@ -113,6 +113,13 @@ def test_refusals() -> None:
         cuflash.attention(*(x.astype(jnp.float8_e4m3fn) for x in (q, k, v)))
 
 
+def test_precision_fp8() -> None:
+    host = host_qkv()
+    out, lse = cuflash.attention(*map(jnp.asarray, host), causal=True, return_lse=True, precision="fp8")
+    expected, expected_lse = cuflash.attention(*host, causal=True, return_lse=True, precision="fp8")
+    assert isinstance(out, jax.Array) and np.array_equal(out, expected) and np.array_equal(lse, expected_lse)
+
+
 def test_nothing_is_copied_in(monkeypatch: pytest.MonkeyPatch) -> None:
     """The backend reads JAX's own buffers."""
     seen: list[int] = []
