@@ -29,6 +29,13 @@ FAMILIES = {
         KernelFamily(
             "backward_sm90", "backward_sm90.cu.j2", "cuflash_bwd_sm90", BACKWARD_SM90, backward.backward_sm90_config
         ),
+        KernelFamily(
+            "backward_sm90_wide",
+            "backward_sm90_wide.cu.j2",
+            "cuflash_bwd_sm90",
+            BACKWARD_SM90,
+            backward.backward_sm90_config,
+        ),
         KernelFamily("backward_dq", "backward_dq.cu.j2", "cuflash_bwd_dq", BACKWARD_DQ, backward.backward_dq_config),
     )
 }

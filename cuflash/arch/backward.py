@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ..backward_config import BackwardConfig, BackwardDqConfig, BackwardRowsConfig, BackwardSm90Config
+from ..backward_config import (
+    BackwardConfig,
+    BackwardDqConfig,
+    BackwardRowsConfig,
+    BackwardSm90Config,
+    BackwardWideConfig,
+    HopperConfig,
+)
 from ..errors import UnsupportedError
 from ..problem import MASKS, AttentionProblem, Mask
 from .sm80 import SMALL
@@ -79,12 +86,18 @@ def _hopper_row(
     in_turns: bool,
     masks: tuple[Mask, ...] = MASKS,
     reason: str,
-) -> Row[BackwardSm90Config]:
+) -> Row[HopperConfig]:
     q_stages, dout_stages = stages
     config = BackwardSm90Config(
         block_m=block_m, q_stages=q_stages, dout_stages=dout_stages, in_turns=in_turns, reason=reason
     )
     return Row(("sm_90a",), head_dim, head_dim, masks, config)
+
+
+def _wide_row(head_dim: int, *, stages: tuple[int, int], reason: str) -> Row[HopperConfig]:
+    q_stages, dout_stages = stages
+    config = BackwardWideConfig(q_stages=q_stages, dout_stages=dout_stages, reason=reason)
+    return Row(("sm_90a",), head_dim, head_dim, MASKS, config)
 
 
 HOPPER = (
@@ -94,16 +107,15 @@ HOPPER = (
                 reason="194 KiB; turns within 1 %, and in the laboratory 5 % at N = 8192"),
     _hopper_row(128, 64, stages=(3, 2), in_turns=True,
                 reason="209 KiB; turns are worth 5 to 8 %, 4 to 11 % under a causal mask"),
+    _wide_row(256, stages=(2, 2), reason="209 KiB"),
 )  # fmt: skip
-"""Larger head dims than these have Ampere-style kernels on every target."""
-
 
 def has_hopper_row(problem: AttentionProblem) -> bool:
     """Whether the Hopper table serves a problem's head dims."""
     return any(max(problem.head_dim, problem.head_dim_v) <= row.head_dim for row in HOPPER)
 
 
-def backward_sm90_config(problem: AttentionProblem) -> BackwardSm90Config:
+def backward_sm90_config(problem: AttentionProblem) -> HopperConfig:
     """The config of the row with the smallest head dim that serves the problem.
 
     Raises
