@@ -245,9 +245,7 @@ def check_stages(q_stages: int, dout_stages: int) -> None:
     """
     for name, stages in (("q_stages", q_stages), ("dout_stages", dout_stages)):
         if stages < 2:
-            raise ValueError(
-                f"{name} is {stages}; accepted are 2 and more: one buffer is read while another is filled"
-            )
+            raise ValueError(f"{name} is {stages}; accepted are 2 and more: one buffer is read while another is filled")
 
 
 HopperConfig = BackwardSm90Config | BackwardWideConfig

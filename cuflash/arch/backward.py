@@ -110,10 +110,6 @@ HOPPER = (
     _wide_row(256, stages=(2, 2), reason="209 KiB"),
 )  # fmt: skip
 
-def has_hopper_row(problem: AttentionProblem) -> bool:
-    """Whether the Hopper table serves a problem's head dims."""
-    return any(max(problem.head_dim, problem.head_dim_v) <= row.head_dim for row in HOPPER)
-
 
 def backward_sm90_config(problem: AttentionProblem) -> HopperConfig:
     """The config of the row with the smallest head dim that serves the problem.
@@ -121,7 +117,7 @@ def backward_sm90_config(problem: AttentionProblem) -> HopperConfig:
     Raises
     ------
     UnsupportedError
-        TMA moves 16 bytes at a time, or the head dims are larger than those of any row.
+        TMA moves 16 bytes at a time.
     """
     if problem.access_bytes != 16:
         raise UnsupportedError(

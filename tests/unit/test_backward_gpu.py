@@ -94,11 +94,12 @@ def test_three_launches(gpu: FakeGpu, causal: Any, dtype: str, deterministic: bo
         ((3, 3), (16, 80), "sm_90a"),
         ((6, 1), (128, 128), "sm_90a"),
         ((4, 2), (33, 7), "sm_90"),
-        ((2, 1), (192, 128), "sm_90"),
+        ((2, 1), (192, 128), "sm_90a"),
+        ((2, 2), (40, 200), "sm_90a"),
     ],
 )
 def test_heads_and_dims(gpu: FakeGpu, heads: tuple[int, int], dims: tuple[int, int], target: str) -> None:
-    """The Hopper kernel takes what TMA can take, of the head dims of its table."""
+    """The Hopper kernel takes what TMA can take."""
     check(gpu, draw((40, 300), heads, dims, causal="top_left"), "top_left")
     assert {launch.loaded.problem.arch for launch in gpu.launches} == {target}
 
