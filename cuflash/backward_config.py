@@ -131,7 +131,11 @@ class BackwardSm90Config(KernelConfig):
     def __post_init__(self) -> None:
         if self.block_m not in (64, 128):
             raise ValueError(f"block_m is {self.block_m}; accepted are 64 and 128")
-        check_stages(self.q_stages, self.dout_stages)
+        for name, stages in (("q_stages", self.q_stages), ("dout_stages", self.dout_stages)):
+            if stages < 2:
+                raise ValueError(
+                    f"{name} is {stages}; accepted are 2 and more: one buffer is read while another is filled"
+                )
 
     @property
     def threads(self) -> int:
@@ -179,11 +183,6 @@ class BackwardWideConfig(KernelConfig):
     """The main kernel of the Hopper backward pass for head dims above 128: a thread block for each tile of 64 keys.
 
     One consumer warpgroup computes P^T, the other dS^T, and each about half of the columns of dK, dV and dQ.
-
-    Parameters
-    ----------
-    q_stages, dout_stages : int
-        Buffers of Q and dO, at least 2: one is read while another is filled.
     """
 
     family: ClassVar[str] = "backward_sm90_wide"
@@ -191,15 +190,11 @@ class BackwardWideConfig(KernelConfig):
     block_n: ClassVar[int] = WARPGROUP_ROWS
     stored_keys: ClassVar[int] = WARPGROUP_ROWS
     consumers: ClassVar[int] = 2
+    stages: ClassVar[int] = 2
+    """Buffers of Q, and of dO."""
     producer_registers: ClassVar[int] = 24
     consumer_registers: ClassVar[int] = 240
     """Of each thread after ``setmaxnreg``; together all that a block has."""
-
-    q_stages: int
-    dout_stages: int
-
-    def __post_init__(self) -> None:
-        check_stages(self.q_stages, self.dout_stages)
 
     @property
     def threads(self) -> int:
@@ -211,41 +206,29 @@ class BackwardWideConfig(KernelConfig):
 
     @property
     def label(self) -> str:
-        return f"m{self.block_m}n{self.block_n}s{self.q_stages}{self.dout_stages}"
+        return f"m{self.block_m}n{self.block_n}s{self.stages}"
 
     @property
     def summary(self) -> str:
         return (
             f"{self.block_m} queries x {self.block_n} keys, {self.consumers} consumer warpgroups that share columns, "
-            f"{self.q_stages} Q and {self.dout_stages} dO buffers"
+            f"{self.stages} buffers of Q and of dO"
         )
 
     def smem_sizes(self, problem: AttentionProblem) -> Sequence[tuple[str, int]]:
         """K and V (later dK and dV), every stage's Q and dO, P^T and dS^T, row constants, mbarriers."""
         pitch_k, pitch_v = pitches(problem)
         # K, V and the loader's own have one, each stage of Q and dO, P^T and dS^T a pair.
-        barriers = 3 + 2 * (self.q_stages + self.dout_stages + 2)
+        barriers = 3 + 2 * (2 * self.stages + 2)
         return [
             ("k_and_dk", self.block_n * pitch_k),
             ("v_and_dv", self.block_n * pitch_v),
-            *((f"q{i}", self.block_m * pitch_k) for i in range(self.q_stages)),
-            *((f"dout{i}", self.block_m * pitch_v) for i in range(self.dout_stages)),
+            *((f"q{i}", self.block_m * pitch_k) for i in range(self.stages)),
+            *((f"dout{i}", self.block_m * pitch_v) for i in range(self.stages)),
             *((name, self.block_m * self.block_n * ELEMENT_BYTES) for name in ("p", "ds")),
-            *((f"rows{i}", self.block_m * ROW_CONSTANT_BYTES) for i in range(self.q_stages)),
+            *((f"rows{i}", self.block_m * ROW_CONSTANT_BYTES) for i in range(self.stages)),
             ("barriers", 8 * barriers),
         ]
-
-
-def check_stages(q_stages: int, dout_stages: int) -> None:
-    """Whether the loader may run ahead of the consumers.
-
-    Raises
-    ------
-    ValueError
-    """
-    for name, stages in (("q_stages", q_stages), ("dout_stages", dout_stages)):
-        if stages < 2:
-            raise ValueError(f"{name} is {stages}; accepted are 2 and more: one buffer is read while another is filled")
 
 
 HopperConfig = BackwardSm90Config | BackwardWideConfig
