@@ -29,10 +29,20 @@ FAMILIES = {
         KernelFamily(
             "backward_sm90", "backward_sm90.cu.j2", "cuflash_bwd_sm90", BACKWARD_SM90, backward.backward_sm90_config
         ),
+        KernelFamily(
+            "backward_sm90_wide",
+            "backward_sm90_wide.cu.j2",
+            "cuflash_bwd_sm90",
+            BACKWARD_SM90,
+            backward.backward_sm90_config,
+        ),
         KernelFamily("backward_dq", "backward_dq.cu.j2", "cuflash_bwd_dq", BACKWARD_DQ, backward.backward_dq_config),
     )
 }
 
+
+HOPPER = ("backward_sm90", "backward_sm90_wide")
+"""What loads by TMA; the head dims decide between them."""
 
 TASKS: tuple[Task, ...] = ("backward_rows", "backward", "backward_dq")
 """Of a call's kernels, in the order of their launches."""
@@ -50,31 +60,21 @@ def problems_for(request: BackwardRequest, arch: str) -> tuple[AttentionProblem,
     Raises
     ------
     UnsupportedError
-        `cuflash.kernels.use_family` asks for the Hopper family, which cannot take the call.
+        `cuflash.kernels.use_family` asks for a Hopper family, which cannot take the call.
     """
     asked, refusal = kernels.family_in_use(), _hopper_refusal(request, arch)
-    if asked == "backward_sm90" and refusal:
-        raise UnsupportedError(f"backward_sm90 is asked for, and {refusal}")
+    if asked in HOPPER and refusal:
+        raise UnsupportedError(f"{asked} is asked for, and {refusal}")
     if asked == "backward_sm80" or refusal:
         return tuple(request.problem(arch, task) for task in TASKS)
     rows, main, dq = (request.problem(TMA_TARGETS[arch], task) for task in TASKS)
     return rows, replace(main, access_bytes=WIDEST_ACCESS), dq
 
 
-def has_kernels(problem: AttentionProblem) -> bool:
-    """Whether calls with a problem's head dims take kernels for its target."""
-    return problem.arch not in TMA_TARGETS.values() or backward.has_hopper_row(problem)
-
-
 def _hopper_refusal(request: BackwardRequest, arch: str) -> str | None:
     if arch not in TMA_TARGETS:
         return f"it has no kernels for {arch}"
-    if request.tma_refusal:
-        return f"TMA cannot take {request.tma_refusal}"
-    if not has_kernels(request.problem(TMA_TARGETS[arch], "backward")):
-        dims = request.forward.head_dim, request.forward.head_dim_v
-        return f"it has no kernels for head dims {dims[0]} and {dims[1]}"
-    return None
+    return request.tma_refusal and f"TMA cannot take {request.tma_refusal}"
 
 
 class BackwardGrid(NamedTuple):
@@ -107,7 +107,7 @@ def backward_grid(
     Parameters
     ----------
     problem : AttentionProblem
-    config : BackwardConfig or BackwardSm90Config
+    config : BackwardConfig, BackwardSm90Config or BackwardWideConfig
     sizes : (batch * query heads, query heads for each key/value head, query length, key length)
     deterministic : bool
     """
@@ -136,8 +136,6 @@ def shipped_problems(arch: str) -> Iterator[AttentionProblem]:
     last = set()
     for (d, dv), dtype, access_bytes in forms:
         base = AttentionProblem(d, dv, dtype, "full", access_bytes, False, arch, "backward")
-        if not has_kernels(base):
-            continue
         yield base
         yield replace(base, mask="causal")
         yield replace(base, task="backward_rows")

@@ -226,7 +226,7 @@ def _geometry(request: BackwardRequest, config: MainConfig) -> tuple[TensorGeome
     """What the tensor maps of a main kernel describe, in the order of its parameters."""
     if isinstance(config, BackwardConfig):
         return ()
-    keys, stored = config.block_n, config.block_n // config.consumers
+    keys, stored = config.block_n, config.stored_keys
     box_rows = {"q": config.block_m, "k": keys, "v": keys, "dout": config.block_m, "dk": stored, "dv": stored}
     dtype = request.forward.q.dtype
     return tuple(
