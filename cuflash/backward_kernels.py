@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from . import kernels
 from .arch import backward
-from .backward_config import MainConfig
+from .backward_config import BackwardConfig, MainConfig
 from .backward_params import BACKWARD_DQ, BACKWARD_ROWS, BACKWARD_SM80, BACKWARD_SM90
 from .backward_request import BackwardRequest
 from .errors import UnsupportedError
@@ -101,8 +101,8 @@ def backward_grid(
     """Thread blocks of a backward call, in the order in which they start.
 
     A section is as many heads as have their Q, dO and sums of dQ in the L2 cache together. Without a mask all tiles are
-    alike, and one head at a time keeps these the longest; but where tiles add in turns, those of many heads side by
-    side wait for each other less.
+    alike, and one head at a time keeps these the longest; but where tiles of the Ampere-style kernel add in turns,
+    those of many heads side by side wait for each other less.
 
     Parameters
     ----------
@@ -114,11 +114,33 @@ def backward_grid(
     batch_heads, group, seqlen_q, seqlen_k = sizes
     heads = batch_heads // group
     section = 1
-    if problem.mask == "causal" or deterministic:
+    if problem.mask == "causal" or (deterministic and isinstance(config, BackwardConfig)):
         row_bytes = 2 * (problem.head_dim + problem.head_dim_v) + 4 * problem.head_dim
         section = max(1, L2_SECTION_BYTES // (group * seqlen_q * row_bytes))
     n_tiles = -(-seqlen_k // config.block_n)
     return BackwardGrid(-(-seqlen_q // config.block_m), n_tiles, min(section, heads), n_tiles * heads)
+
+
+class TurnOrder(NamedTuple):
+    """How blocks of the Hopper kernels come to the query tiles to which they add in turns.
+
+    ``group`` key tiles of a head add to a query tile before the next as many do. Each block of a group starts ``shift``
+    query tiles after the one before it, so that they follow each other through all of them and hardly wait: Qiang et
+    al., DASH: Deterministic Attention Scheduling for High-throughput Reproducible LLM Training, 2026. All blocks of a
+    group must run at the same time: blocks are started in order, and no group has more of them than there are
+    multiprocessors. With a shift of 0 all start alike and add in the order in which they were started.
+    """
+
+    group: int
+    shift: int
+
+    @classmethod
+    def of(cls, problem: AttentionProblem, grid: BackwardGrid, multiprocessors: int, deterministic: bool) -> TurnOrder:
+        """Under a causal mask blocks start alike: those of later keys have fewer query tiles, the last ones."""
+        if problem.mask == "causal" or not deterministic:
+            return cls(grid.n_tiles, 0)
+        group = min(grid.n_tiles, grid.m_tiles, multiprocessors)
+        return cls(group, grid.m_tiles // group)
 
 
 def problems_beside(forward: AttentionProblem, target: str) -> tuple[AttentionProblem, ...]:
