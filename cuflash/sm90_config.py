@@ -27,11 +27,14 @@ class Sm90Config(ForwardConfig):
     q_stages : {1, 2, 3}
         Q buffers; with two, the next work tile's Q arrives while this one is computed; with three, while the output
         before this one is still on its way as well.
+    q_registers : int
+        Leading k-steps (16 elements of the head dim) of Q that stay in registers; the others are read from shared
+        memory in every step.
     ping_pong : bool
         The consumers take turns on the tensor cores: the softmax of one hides behind the products of another.
     tma_store : bool
-        O leaves by TMA through the work tile's Q buffer, so that no consumer waits for it; needs two of those at least.
-        Otherwise from registers, in 16-byte stores.
+        O leaves by TMA through a Q buffer, so that no consumer waits for it; needs two of those, or all of Q in
+        registers. Otherwise from registers, in 16-byte stores.
     dynamic : bool
         Work tiles are handed out by an atomic counter; otherwise in a static order.
     exact : bool
@@ -45,6 +48,7 @@ class Sm90Config(ForwardConfig):
     q_stages: int
     ping_pong: bool
     tma_store: bool
+    q_registers: int = 0
     dynamic: bool = False
     exact: bool = False
 
@@ -58,8 +62,10 @@ class Sm90Config(ForwardConfig):
             raise ValueError(f"stages is {self.stages}; accepted are 2 and more: one is read while another is filled")
         if self.q_stages not in (1, 2, 3):
             raise ValueError(f"q_stages is {self.q_stages}; accepted are 1, 2 and 3")
-        if self.tma_store and self.q_stages < 2:
-            raise ValueError("tma_store needs q_stages=2 or 3: O leaves through one Q buffer while the next Q arrives")
+        if self.tma_store and self.q_stages < 2 and not self.q_registers:
+            raise ValueError(
+                "tma_store needs q_stages=2 or 3, or q_registers: O takes a buffer whose Q is not read again"
+            )
 
     @property
     def consumers(self) -> int:
@@ -94,16 +100,17 @@ class Sm90Config(ForwardConfig):
             letter for letter, on in (("p", self.ping_pong), ("t", self.tma_store), ("d", self.dynamic)) if on
         )
         softmax = "x" if self.exact else f"l{self.slack}"
-        return f"m{self.block_m}n{self.block_n}s{self.stages}q{self.q_stages}{switches}{softmax}"
+        return f"m{self.block_m}n{self.block_n}s{self.stages}q{self.q_stages}r{self.q_registers}{switches}{softmax}"
 
     @property
     def summary(self) -> str:
         together = " in turns" if self.ping_pong else ""
         out = "TMA" if self.tma_store else "16-byte stores"
         order = "a counter" if self.dynamic else "static order"
+        buffers = f"{self.q_stages} Q buffer{'s' * (self.q_stages > 1)}"
         return (
             f"{self.block_m} queries x {self.block_n} keys, {self.consumers} consumer warpgroups{together}, "
-            f"{self.stages} stages, {self.q_stages} Q buffer{'s' * (self.q_stages > 1)}, O by {out}, work by {order}"
+            f"{self.stages} stages, {buffers}, {self.q_registers} Q k-steps in registers, O by {out}, work by {order}"
         )
 
     def smem_sizes(self, problem: AttentionProblem) -> Sequence[tuple[str, int]]:

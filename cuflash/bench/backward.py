@@ -14,7 +14,7 @@ from ..explanation import Explanation, explain
 from ..problem import AttentionProblem
 from .accuracy import Exact, exact_results
 from .forward import MASKS, grouped_case, quick_cases
-from .gradients import ours, ours_sm80, saved, torch_peer
+from .gradients import ours, ours_sm80, peer, saved
 from .inputs import Case, numpy_dtype
 from .peers import Contestant, Refusal, sort_out
 from .table import MAIN_HEAD_DIMS, Pass, has_two_families
@@ -48,7 +48,7 @@ def contestants(
     if has_two_families(about):
         assert about.device is not None
         found.append(ours_sm80(case, of, about.device.arch))
-    return sort_out([*found, *(torch_peer(name, case, of) for name in peers)])
+    return sort_out([*found, *(peer(name, case, of) for name in peers)])
 
 
 def exact(arrays: Sequence[Any], causal: bool, xp: Any, heads: int) -> Iterator[Exact]:

@@ -32,23 +32,23 @@ def candidates(problem: AttentionProblem, table: KernelConfig) -> Iterator[Kerne
 
 
 def sm90_candidates(problem: AttentionProblem, table: Sm90Config) -> Iterator[Sm90Config]:
-    """Tiles, stages and Q buffers; a single one only where two leave no room."""
-    limit = ARCHES[problem.arch].smem_per_block
-    for block_m, block_n, stages in product((128, 192), range(48, 177, 16), (2, 3)):
-        for q_stages in (3, 2, 1):
-            config = replace(
-                table, block_m=block_m, block_n=block_n, stages=stages, q_stages=q_stages, tma_store=q_stages > 1
-            )
-            if config.smem_bytes(problem) <= limit:
-                if sm90_registers(problem, config) <= config.consumer_registers:
-                    yield config
-                if q_stages == 2:
-                    break
+    """Tiles, stages and Q buffers; a single one only where two leave no room, or registers hold all of Q."""
+    for block_m, block_n, stages in product((128, 192), range(64, 177, 16), (2, 3)):
+        tile = replace(table, block_m=block_m, block_n=block_n, stages=stages)
+        buffered = [replace(tile, q_stages=n, tma_store=n > 1, q_registers=0) for n in (3, 2, 1)]
+        fitting = [config for config in buffered if smem_fits(problem, config)]
+        several = [config for config in fitting if config.q_stages > 1]
+        held = replace(tile, q_stages=1, tma_store=True, q_registers=k_steps(problem.head_dim))
+        deepest = smem_fits(problem, held) and (stages == 3 or not smem_fits(problem, replace(held, stages=3)))
+        for config in (*(several or fitting), *([held] if deepest else [])):
+            if sm90_registers(problem, config) <= config.consumer_registers:
+                yield config
 
 
 def sm90_registers(problem: AttentionProblem, config: Sm90Config) -> int:
-    """About what a consumer's thread needs: O and S in fp32, P in 16 bits, of 64 rows over 128 threads."""
-    return round_up(problem.head_dim_v, 16) // 2 + config.block_n * 3 // 4 + OTHER_REGISTERS_SM90
+    """About what a consumer's thread needs: O and S in fp32, P and Q in 16 bits, of 64 rows over 128 threads."""
+    out, scores = round_up(problem.head_dim_v, 16) // 2, config.block_n // 2
+    return out + scores + scores // 2 + 4 * config.q_registers + OTHER_REGISTERS_SM90
 
 
 def sm80_candidates(problem: AttentionProblem, table: Sm80Config) -> Iterator[Sm80Config]:
@@ -61,8 +61,13 @@ def sm80_candidates(problem: AttentionProblem, table: Sm80Config) -> Iterator[Sm
             free = sm80_free_registers(problem, config)
             if free >= 0 and smem_fits(problem, config):
                 steps = free // (4 * config.block_m // (16 * config.warps))
-                yield replace(config, q_registers=min(steps, round_up(problem.head_dim, 16) // 16))
+                yield replace(config, q_registers=min(steps, k_steps(problem.head_dim)))
                 break
+
+
+def k_steps(head_dim: int) -> int:
+    """Products of 16 elements of the head dim."""
+    return round_up(head_dim, 16) // 16
 
 
 def smem_fits(problem: AttentionProblem, config: KernelConfig) -> bool:

@@ -19,6 +19,7 @@ PACKAGES = (
     "nvidia-cuda-nvrtc",
     "nvidia-cuda-nvrtc-cu12",
     "torch",
+    "dew-flash-attn-cu13",
     "jax",
     "jinja2",
     "ml_dtypes",

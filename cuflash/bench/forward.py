@@ -11,7 +11,7 @@ from ..explanation import Explanation
 from ..problem import DTYPES, AttentionProblem
 from .accuracy import Exact, exact_outputs
 from .inputs import Case
-from .peers import Contestant, Refusal, ours, ours_sm80, sort_out, torch_peer
+from .peers import Contestant, Refusal, ours, ours_sm80, peer, sort_out
 from .table import MAIN_HEAD_DIMS, Pass, has_two_families
 
 MASKS = (False, True)
@@ -50,7 +50,7 @@ def contestants(
     found = [ours(case, arrays)]
     if has_two_families(about):
         found.append(ours_sm80(case, arrays))
-    return sort_out([*found, *(torch_peer(name, case, arrays) for name in peers)])
+    return sort_out([*found, *(peer(name, case, arrays) for name in peers)])
 
 
 def exact(arrays: Sequence[Any], causal: bool, xp: Any, heads: int) -> Iterator[Exact]:

@@ -1,4 +1,4 @@
-"""Who is timed in the backward pass: cuflash, its other kernel family, and torch's autograd of SDPA by backend."""
+"""Who is timed in the backward pass: cuflash, its other kernel family, torch's autograd of SDPA, FlashAttention-3."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from .. import backward_plan, jit
 from ..backward_kernels import problems_beside
 from ..backward_request import BackwardRequest
 from ..checks import make_request
+from . import flash3
 from .inputs import Case, poison
 from .peers import LEGACY_STREAM, OURS, OURS_FIXED, OURS_SM80, Contestant, Refusal, refusal, to_cupy, torch_backends
 
@@ -72,6 +73,23 @@ def written(of: Saved, write: Callable[[tuple[Any, ...]], object]) -> dict[str, 
         poison(grad)
     write(grads)
     return dict(zip(NAMES, grads, strict=True))
+
+
+def peer(name: str, case: Case, of: Saved) -> Contestant | Refusal:
+    """A peer's backward pass by its name; a refusal if it does not take the case."""
+    return flash3_peer(case, of) if name == flash3.NAME else torch_peer(name, case, of)
+
+
+def flash3_peer(case: Case, of: Saved) -> Contestant | Refusal:
+    """FlashAttention-3 on the same memory, its scratch and results allocated once."""
+    import cupy
+
+    reason = flash3.reason_against(case)
+    if reason:
+        return Refusal(flash3.NAME, reason)
+    into = flash3.backward(case, (*of[1:4], of.dout))
+    call = into([cupy.empty_like(array) for array in of[1:4]])
+    return refusal(flash3.NAME, call) or Contestant(flash3.NAME, call, lambda: written(of, lambda g: into(g)()))
 
 
 def torch_peer(name: str, case: Case, of: Saved) -> Contestant | Refusal:

@@ -1,4 +1,4 @@
-"""Who is timed: cuflash, its other kernel family, and the backends of torch's scaled_dot_product_attention.
+"""Who is timed: cuflash, its other kernel family, the backends of torch's SDPA, and FlashAttention-3 where installed.
 
 Those of the forward pass; `gradients` has those of the backward pass.
 """
@@ -13,6 +13,7 @@ from typing import Any
 
 from .. import jit, kernels
 from ..checks import make_request
+from . import flash3
 from .inputs import Case, poison
 from .measure import Call
 
@@ -22,6 +23,8 @@ OURS_SM80 = "cuflash sm80"
 OURS_FIXED = "cuflash deterministic"
 """Gradients that repeat bit for bit."""
 
+TORCH_PEERS = ("flash", "cudnn", "efficient")
+"""Backends of torch's scaled_dot_product_attention."""
 LEGACY_STREAM = 0
 """Where CuPy and torch both start."""
 
@@ -95,6 +98,27 @@ def writing_contestant(name: str, call: Call, out: Any) -> Contestant:
         return {"out": out.copy()}
 
     return Contestant(name, call, results)
+
+
+def known_peers() -> tuple[str, ...]:
+    """Who can be timed beside cuflash here."""
+    if not torch_available():
+        return ()
+    return (*TORCH_PEERS, flash3.NAME) if flash3.available() else TORCH_PEERS
+
+
+def peer(name: str, case: Case, arrays: list[Any]) -> Contestant | Refusal:
+    """A peer's forward pass by its name; a refusal if it does not take the case."""
+    return flash3_peer(case, arrays) if name == flash3.NAME else torch_peer(name, case, arrays)
+
+
+def flash3_peer(case: Case, arrays: list[Any]) -> Contestant | Refusal:
+    """FlashAttention-3 on the same memory."""
+    reason = flash3.reason_against(case)
+    if reason:
+        return Refusal(flash3.NAME, reason)
+    call = flash3.forward(case, arrays)
+    return refusal(flash3.NAME, call) or writing_contestant(flash3.NAME, call, arrays[-1])
 
 
 def torch_backends() -> dict[str, Any]:

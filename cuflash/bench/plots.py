@@ -17,6 +17,7 @@ COLOURS = {
     "flash": "#2e4057",
     "cudnn": "#66a182",
     "efficient": "#c9a227",
+    "flash3": "#5b5f97",
 }
 HEAD_DIM_COLOURS = {64: "#edae49", 128: "#d1495b", 256: "#00798c"}
 GRID = "#e4e4e4"

@@ -18,7 +18,7 @@ from .backward import BACKWARD
 from .forward import FORWARD
 from .inputs import Case, InputPool
 from .measure import CupyTimer, Timer
-from .peers import torch_available
+from .peers import known_peers
 from .startup import measure_startup
 
 SCHEMA = 3
@@ -91,10 +91,14 @@ def measure(plan: Plan, screen: Screen, timer: Timer | None = None) -> Record:
 def speed_part(plan: Plan, timer: Timer, screen: Screen, found: dict[str, Any]) -> list[Record]:
     """Compile what is missing, in processes; then time every case."""
     compile_kernels(plan.which, plan.cases, screen)
-    peers = table.PEERS if torch_available() else ()
     with screen.progress(f"{plan.which.name} table", len(plan.cases)) as advance:
         rows = table.measure_table(
-            plan.which, plan.cases, peers, plan.table_rounds, timer, lambda row: advance(table.describe_row(row))
+            plan.which,
+            plan.cases,
+            known_peers(),
+            plan.table_rounds,
+            timer,
+            lambda row: advance(table.describe_row(row)),
         )
     found["nvidia_smi_under_load"] = clocks_under_load(timer)
     return [plain(row) for row in rows]

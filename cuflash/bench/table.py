@@ -18,7 +18,6 @@ from .measure import Spread, Timer, device_times
 from .peers import OURS, OURS_SM80, Contestant, Refusal
 
 MAIN_HEAD_DIMS = (64, 128, 256)
-PEERS = ("flash", "cudnn", "efficient")
 
 PassName = Literal["forward", "backward"]
 
@@ -175,6 +174,12 @@ def ratio(row: dict[str, Any], peer: str, name: str = OURS) -> float | None:
     if name not in results or peer not in results:
         return None
     return float(results[peer]["milliseconds"]["median"] / results[name]["milliseconds"]["median"])
+
+
+def ratio_to_fastest(row: dict[str, Any]) -> float | None:
+    """How many times faster than the fastest peer of a row cuflash is; None without one."""
+    ratios = [ratio(row, name) for name in row["results"] if not name.startswith(OURS)]
+    return min((value for value in ratios if value is not None), default=None)
 
 
 def derived_ratio(row: dict[str, Any], which: PassName, device: str) -> float | None:

@@ -224,7 +224,7 @@ EARLY_RELEASE = {
     ),
     "V": (
         Mutation("", "v_stage.phase);\n", f"v_stage.phase);\n        {_RELEASE.format('v')}\n"),
-        Mutation("", "if (elected) mbarrier_arrive(smem.v_empty(v_stage.index));\n        epilogue", "epilogue"),
+        Mutation("", "if (elected) mbarrier_arrive(smem.v_empty(v_stage.index));\n        if (kOne", "if (kOne"),
         Mutation("", "if (elected) mbarrier_arrive(v_empty);", ""),
     ),
     "O": (
@@ -236,7 +236,19 @@ EARLY_RELEASE = {
             "            stage_output_chunks<",
         ),
     ),
+    "Q": (
+        Mutation("", "        let_next_queries_in();\n", ""),
+        Mutation(
+            "",
+            "        receive_queries(buffer);\n",
+            "        mbarrier_wait(smem.q_full(0, warpgroup), 0); let_next_queries_in(); test_delay(1);\n"
+            "        receive_queries(buffer);\n",
+        ),
+    ),
+    "last O": (Mutation("", "if (kOneBuffer) mbarrier_wait(smem.q_empty(0, warpgroup), buffer.phase);", ""),),
 }  # fmt: skip
+ONE_BUFFER = ("Q", "last O")
+"""Those that need a kernel whose O leaves through its only Q buffer."""
 
 
 def copied(x: Array, copies: int) -> Array:
@@ -294,7 +306,14 @@ class Repeated:
         return int(different)
 
 
-@pytest.mark.parametrize("variant", table(DTYPES), ids=name)
+# One buffer for Q and O, and a Q wider than O: its last columns, which no O takes, once gave a race away.
+WIDE_Q = [
+    kernel(192, 128, "bfloat16", mask, block_n=block_n, q_stages=1, q_registers=12, tma_store=True)
+    for mask, block_n in (("full", 96), ("causal", 112))
+]
+
+
+@pytest.mark.parametrize("variant", [*table(DTYPES), *WIDE_Q], ids=name)
 def test_the_same_bits_in_200_runs(variant: Variant, use: Use) -> None:
     with use(variant):
         repeated = Repeated(variant)
@@ -324,6 +343,7 @@ def test_delays_change_no_bit(variant: Variant, use: Use) -> None:
         pytest.param(kernel(d, d, "bfloat16", mask, *delays("true"), *mutations), id=f"{what}-d{d}")
         for d, mask in ((128, "full"), (64, "causal"))
         for what, mutations in EARLY_RELEASE.items()
+        if what not in ONE_BUFFER or d == 128
     ],
 )
 def test_a_buffer_that_is_released_early_is_seen(variant: Variant, use: Use) -> None:

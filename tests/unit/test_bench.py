@@ -230,7 +230,8 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(f"cuflash.driver.{name}", value)
     monkeypatch.setattr("cuflash.compiler.nvrtc_build", lambda: "13.0.1")
     monkeypatch.setattr("cuflash.bench.inputs.TOKENS", 128)
-    for module in (runner, overhead, training):
+    monkeypatch.setattr(runner, "known_peers", lambda: ())
+    for module in (overhead, training):
         monkeypatch.setattr(module, "torch_available", lambda: False)
     for module in (overhead, training):
         monkeypatch.setattr(module, "SMALL", (1, 8, 1, 8))
@@ -441,6 +442,19 @@ def test_the_multiple_of_the_best_public_kernel_is_derived_through_cudnn():
     del row["results"]["cudnn"]
     assert table.derived_ratio(row, "forward", "NVIDIA H200") is None
     assert "derived" not in report.markdown(synthetic.record() | {"speed": [row]}).lower()
+
+
+def test_the_fastest_peer_is_whoever_took_least():
+    row = next(row for row in synthetic.record()["speed"] if table.is_main(row))
+    times = {"cuflash": 2.0, "cuflash sm80": 1.0, "flash": 4.0, "cudnn": 2.5, "efficient": 9.0, "flash3": 2.2}
+    row["results"] = {name: row["results"]["cuflash"] | {"milliseconds": {"median": ms, "q1": ms, "q3": ms}}
+                      for name, ms in times.items()}  # fmt: skip
+    assert table.ratio_to_fastest(row) == pytest.approx(1.1)
+    (text,) = report.speed_tables([row], "forward", "")[1:]
+    assert "| **cuflash / flash3** | 1.10 |" in text and "| **cuflash / fastest of the peers** | 1.10 |" in text
+    assert "| fastest of the peers | 64, 128; N up to 8192 | 1.10 | 1.10 |" in report.summary_text([row], "forward", "")
+    row["results"] = {"cuflash": row["results"]["cuflash"]}
+    assert table.ratio_to_fastest(row) is None
 
 
 def test_every_main_cell_has_a_published_figure():

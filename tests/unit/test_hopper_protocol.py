@@ -219,6 +219,16 @@ class Work(NamedTuple):
     needed: tuple[int, ...]
 
 
+def across(config: Sm90Config) -> bool:
+    """Whether the products of two work tiles overlap."""
+    return config.q_stages > 1 or one_buffer(config)
+
+
+def one_buffer(config: Sm90Config) -> bool:
+    """Whether O leaves through the only Q buffer. Q is then held in registers, all of it."""
+    return config.q_stages == 1 and config.tma_store
+
+
 class Kernel:
     """One thread block and its work. ``fault`` names a deliberate mistake."""
 
@@ -276,7 +286,7 @@ class Kernel:
         yield from self.publish(0, work_at)
         for t, tile in enumerate(self.tiles):
             for j in range(tile.steps):
-                if self.config.q_stages == 1 and j == 1:
+                if not across(self.config) and j == 1:
                     for w in range(self.config.consumers):  # this wait may pass early: it only paces
                         yield partial(self.q_full[0][w].passes, t % 2)
                 for buffer, full, empty in (
@@ -351,6 +361,7 @@ class Consumer:
         self.warpgroup, self.warp, self.elected = warpgroup, warp, warp == 0
         self.k_stage = self.v_stage = Position(self.config.stages)
         self.buffer = Position(self.config.q_stages)
+        self.loading = False  # Q is on its way to registers
         self.t = self.received = 0  # the work tile, and how many have been received
         self.first = self.skipped = 0  # the tile's first step that is the consumer's own; steps still to hand back
         self.key_tile: tuple[int, int] = (0, 0)  # of the last S: what P V will need
@@ -364,7 +375,7 @@ class Consumer:
             yield from self.later_steps()
             yield from self.next_work()
             more = self.received <= len(self.kernel.tiles)
-            if self.config.q_stages > 1:  # run_across
+            if across(self.config):  # run_across
                 if not more:
                     yield from self.last_step()
                     break
@@ -429,8 +440,10 @@ class Consumer:
         if kernel.fault != "K used without waiting":
             yield kernel.k_full[self.k_stage.index].wait(self.k_stage)
         yield from self.take_turn()
-        q = kernel.q[buffer.index][self.warpgroup]
-        reads = [Read(kernel.k, self.k_stage.index, (t, j)), *(Read(q, warp, ("Q", t)) for warp in range(WARPS))]
+        reads = [Read(kernel.k, self.k_stage.index, (t, j))]
+        if not self.config.q_registers or self.loading:
+            reads += [Read(kernel.q[buffer.index][self.warpgroup], warp, ("Q", t)) for warp in range(WARPS)]
+        self.loading = False
         self.products.issue(self.warp, reads)
         if kernel.fault == "K given back before its product is done":
             self.release(kernel.k_empty, self.k_stage)
@@ -450,9 +463,16 @@ class Consumer:
     def advance(self) -> None:
         self.v_stage, self.k_stage = self.k_stage, self.k_stage.next()
 
-    def wait_for_queries(self, at: Position) -> Process:
+    def receive_queries(self, at: Position) -> Process:
         if self.kernel.fault != "Q used without waiting":
             yield self.kernel.q_full[at.index][self.warpgroup].wait(at)
+        self.loading = True  # no barrier waits for what ldmatrix reads; the first product does
+        if self.kernel.fault == "next Q let in before the first product is done":
+            self.let_next_queries_in()
+
+    def let_next_queries_in(self) -> None:
+        if one_buffer(self.config) and self.elected and self.kernel.fault != "no Q let in":
+            self.kernel.q_empty[0][self.warpgroup].arrive()
 
     def release_queries(self, buffer: Position, last: bool) -> None:
         if self.kernel.fault == "Q given back after the first step":
@@ -483,13 +503,15 @@ class Consumer:
     def first_step(self) -> Process:
         t, j = self.t, self.first
         yield from self.skip_steps()
-        yield from self.wait_for_queries(self.buffer)
+        yield from self.receive_queries(self.buffer)
         yield from self.multiply_qk(t, j, self.buffer)
         self.pass_turn()
         self.key_tile = t, j
         yield self.products.wait(self.warp, 0)
         self.release_k(self.k_stage)
         self.release_queries(self.buffer, self.last_of(t, j))
+        if self.kernel.fault != "next Q let in before the first product is done":
+            self.let_next_queries_in()
         self.advance()
         yield None
 
@@ -504,7 +526,9 @@ class Consumer:
     def boundary_step(self) -> Process:
         t, j, next_buffer = self.t + 1, self.first, self.buffer.next()
         yield from self.skip_steps()
-        yield from self.wait_for_queries(next_buffer)
+        if self.kernel.fault == "O before the next Q is read" and one_buffer(self.config):
+            self.kernel.q[0][self.warpgroup][self.warp] = "O", self.t
+        yield from self.receive_queries(next_buffer)
         yield from self.multiply_both(t, j, next_buffer)
         k, v = self.k_stage, self.v_stage
         self.advance()
@@ -521,6 +545,8 @@ class Consumer:
         self.pass_turn()
         yield self.products.wait(self.warp, 0)
         self.release_v(self.v_stage)
+        if one_buffer(self.config) and self.kernel.fault != "last O before the one before has left":
+            yield self.kernel.q_empty[0][self.warpgroup].wait(self.buffer)
         self.epilogue(self.buffer)
         yield None
 
@@ -545,14 +571,15 @@ class Consumer:
 def draw_case(seed: int) -> tuple[Sm90Config, list[Work]]:
     """A config, and work of short and long tiles, of which consumers need any part."""
     draw = random.Random(seed)
-    q_stages = draw.choice((1, 2, 3))
+    q_stages, q_registers = draw.choice((1, 1, 2, 3)), draw.choice((0, 8))
     config = Sm90Config(
         block_m=64 * draw.choice((1, 2, 2, 3, 3)),
         block_n=64,
         stages=draw.choice((2, 2, 3, 4)),
         q_stages=q_stages,
+        q_registers=q_registers,
         ping_pong=draw.random() < 0.7,
-        tma_store=q_stages > 1 and draw.random() < 0.7,
+        tma_store=(q_stages > 1 or q_registers > 0) and draw.random() < 0.7,
     )
     longest, skipping = draw.choice((1, 2, 3, 4, 7)), draw.choice((0.0, 0.5, 1.0))
     work = []
@@ -582,6 +609,10 @@ FAULTS = {
     "K used without waiting": (READ,),
     "Q used without waiting": (READ,),
     "Q loaded without waiting": (READ, ARRIVALS),
+    "next Q let in before the first product is done": (READ,),
+    "no Q let in": ("deadlock",),
+    "last O before the one before has left": (READ,),
+    "O before the next Q is read": (READ,),
     "Q given back after the first step": (READ,),
     "Q given back by the work tile's steps": ("deadlock",),
     "Q given back before O is read": (READ,),
@@ -657,7 +688,7 @@ HAND_OVERS = re.compile(
     r"mbarrier_wait\((?:smem\.)?(\w+)|mbarrier_arrive(?:_expect|_after)?\((?:smem\.)?(\w+)"
     r"|\b(named_barrier_\w+|wgmma_wait<\d>|wgmma_commit|tma_load|tma_store\w*)\("
     r"|\b((?:take|pass)_turn|(?:skip|first|later|last|boundary)_steps?|advance|multiply_(?:qk|pv|both)|next_work|receive_work"
-    r"|wait_for_queries|release_queries|finish_products|epilogue|publish|let_queries_pass|load|store)\("
+    r"|receive_queries|let_next_queries_in|release_queries|finish_products|epilogue|publish|let_queries_pass|load|store)\("
 )
 MODELLED = {
     "KeyValueLoader.run": "publish let_queries_pass load load advance publish",
@@ -680,14 +711,15 @@ MODELLED = {
     "Consumer.multiply_pv": "wait:v_full wgmma_commit",
     "Consumer.multiply_both": "multiply_qk multiply_pv pass_turn",
     "Consumer.advance": "advance",
-    "Consumer.wait_for_queries": "wait:q_full",
+    "Consumer.receive_queries": "wait:q_full",
     "Consumer.release_queries": "arrive:q_empty",
-    "Consumer.first_step": "skip_steps wait_for_queries multiply_qk pass_turn wgmma_wait<0> arrive:k_empty"
-    " release_queries advance",
+    "Consumer.let_next_queries_in": "arrive:q_empty",
+    "Consumer.first_step": "skip_steps receive_queries multiply_qk pass_turn wgmma_wait<0> arrive:k_empty"
+    " release_queries let_next_queries_in advance",
     "Consumer.step": "multiply_both advance wgmma_wait<1> release_queries finish_products",
-    "Consumer.boundary_step": "advance skip_steps wait_for_queries multiply_both advance wgmma_wait<1> release_queries"
+    "Consumer.boundary_step": "advance skip_steps receive_queries multiply_both advance wgmma_wait<1> release_queries"
     " finish_products epilogue",
-    "Consumer.last_step": "take_turn multiply_pv pass_turn wgmma_wait<0> arrive:v_empty epilogue",
+    "Consumer.last_step": "take_turn multiply_pv pass_turn wgmma_wait<0> arrive:v_empty wait:q_empty epilogue",
     "Consumer.finish_products": "arrive:k_empty wgmma_wait<0> arrive:v_empty",
     "Consumer.epilogue": "arrive:o_full",
 }

@@ -447,15 +447,17 @@ def test_registers_are_what_a_block_has(block_m: int) -> None:
 
 def test_labels_tell_configs_apart() -> None:
     base = Sm90Config(block_m=128, block_n=128, stages=2, q_stages=2, ping_pong=True, tma_store=True, dynamic=True)
-    assert base.label == "m128n128s2q2ptdl2"
+    assert base.label == "m128n128s2q2r0ptdl2"
     changes: list[dict[str, Any]] = [
-        {"block_m": 192}, {"block_n": 64}, {"stages": 3}, {"q_stages": 1, "tma_store": False}, {"ping_pong": False},
+        {"block_m": 192}, {"block_n": 64}, {"stages": 3}, {"q_stages": 1, "tma_store": False}, {"q_registers": 8},
+        {"ping_pong": False},
         {"tma_store": False}, {"dynamic": False}, {"slack": 3}, {"exact": True},
     ]  # fmt: skip
     labels = {dataclasses.replace(base, **change).label for change in ({}, *changes)}
     assert len(labels) == len(changes) + 1
     assert (
-        dataclasses.replace(base, exact=True, dynamic=False, ping_pong=False, tma_store=False).label == "m128n128s2q2x"
+        dataclasses.replace(base, exact=True, dynamic=False, ping_pong=False, tma_store=False).label
+        == "m128n128s2q2r0x"
     )
 
 
