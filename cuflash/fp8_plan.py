@@ -68,8 +68,8 @@ class Fp8Addresses(NamedTuple):
     q_scale: int
     k_scale: int
     v_scale: int
-    k_mean: int
     v_mean: int
+    lse_shift: int
     out: int
     lse: int
 

@@ -84,7 +84,7 @@ class Fp8Sm90Config(Sm90Config):
             *((f"v{i}", self.block_n * problem.head_dim_v) for i in range(self.stages)),
             ("scales", 16 * self.stages),
             ("means", 4 * problem.head_dim_v * self.warps),
-            ("rows", 80 * self.warps * self.q_stages),
+            ("rows", 16 * self.warps * self.q_stages),
             ("work", 16 * self.work_stages),
             ("barriers", 8 * barriers),
         ]

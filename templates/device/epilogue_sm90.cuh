@@ -16,9 +16,6 @@ DEVICE u64 swizzled_descriptor(u32 low) {
     constexpr u64 kMode = kRowBytes == 128 ? 1 : kRowBytes == 64 ? 2 : 3;
     return kMode << 62 | (u64)(8 * kRowBytes / 16) << 32 | low;
 }
-// Where the swizzle puts the 16-byte unit of a row.
-template <int kRowBytes>
-DEVICE u32 swizzled_unit(int row, int unit) { return row * kRowBytes + (unit ^ (kRowBytes == 128 ? row % 8 : kRowBytes == 64 ? row / 2 % 4 : row / 4 % 2)) * 16; }
 
 // Into a chunk-major tile of kRows rows; `smem` is the address of the warp's first row, which is a multiple of 8. Columns 16 i to 16 i + 15, and all.
 template <bool kBf16, int kRows>

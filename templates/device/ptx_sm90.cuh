@@ -122,12 +122,6 @@ DEVICE u32 pack_e4m3_here(float a, float b, float c, float d) {
                  : "=r"(r) : "f"(a), "f"(b), "f"(c), "f"(d));
     return r;
 }
-// The four fp32 values of four e4m3 ones.
-DEVICE void unpack_e4m3(u32 codes, float (&x)[4]) {
-    asm("{.reg .b16 l, h, a, b, c, d; .reg .b32 p, q; mov.b32 {l, h}, %4; cvt.rn.f16x2.e4m3x2 p, l; cvt.rn.f16x2.e4m3x2 q, h; mov.b32 {a, b}, p; mov.b32 {c, d}, q;"
-        " cvt.f32.f16 %0, a; cvt.f32.f16 %1, b; cvt.f32.f16 %2, c; cvt.f32.f16 %3, d;}"
-        : "=f"(x[0]), "=f"(x[1]), "=f"(x[2]), "=f"(x[3]) : "r"(codes));
-}
 // As pack_pair, but stays where it is written: the registers of P belong to the tensor cores until P V has been waited for.
 template <bool kBf16>
 DEVICE u32 pack_pair_here(float low, float high) {

@@ -118,7 +118,7 @@ def test_the_shared_memory_map() -> None:
         "q0", "q1", "k0", "k1", "k2", "v0", "v1", "v2", "scales", "means", "rows", "work", "barriers",
     ]  # fmt: skip
     assert sizes["q0"] == 128 * 256 and sizes["k0"] == 128 * 64 and sizes["v0"] == 128 * 80
-    assert (sizes["scales"], sizes["means"], sizes["rows"]) == (8 * 6, 8 * 80 * 4, 2 * 8 * 80)
+    assert (sizes["scales"], sizes["means"], sizes["rows"]) == (8 * 6, 8 * 80 * 4, 2 * 8 * 16)
     assert (sizes["work"], sizes["barriers"]) == (48, 8 * (6 + 12 + 12))
     from_registers = replace(config, tma_store=False, q_stages=1)
     assert from_registers.smem(problem)[0].size == 128 * 64
