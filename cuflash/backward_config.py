@@ -115,6 +115,8 @@ class BackwardSm90Config(KernelConfig):
     family: ClassVar[str] = "backward_sm90"
     block_n: ClassVar[int] = 128
     """Keys of a tile: 64 for each consumer."""
+    stored_keys: ClassVar[int] = WARPGROUP_ROWS
+    """Keys whose dK or dV leave at once."""
     consumers: ClassVar[int] = 2
     ds_buffers: ClassVar[int] = 2
     producer_registers: ClassVar[int] = 24
@@ -176,8 +178,64 @@ class BackwardSm90Config(KernelConfig):
         ]
 
 
-MainConfig = BackwardConfig | BackwardSm90Config
-"""Of the main kernel, in either family."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BackwardWideConfig(KernelConfig):
+    """The main kernel of the Hopper backward pass for head dims above 128: a thread block for each tile of 64 keys.
+
+    One consumer warpgroup computes P^T, the other dS^T, and each about half of the columns of dK, dV and dQ.
+    """
+
+    family: ClassVar[str] = "backward_sm90_wide"
+    block_m: ClassVar[int] = WARPGROUP_ROWS
+    block_n: ClassVar[int] = WARPGROUP_ROWS
+    stored_keys: ClassVar[int] = WARPGROUP_ROWS
+    consumers: ClassVar[int] = 2
+    stages: ClassVar[int] = 2
+    """Buffers of Q, and of dO."""
+    producer_registers: ClassVar[int] = 24
+    consumer_registers: ClassVar[int] = 240
+    """Of each thread after ``setmaxnreg``; together all that a block has."""
+
+    @property
+    def threads(self) -> int:
+        return WARPGROUP * (self.consumers + 1)
+
+    @property
+    def ctas(self) -> int:
+        return 1
+
+    @property
+    def label(self) -> str:
+        return f"m{self.block_m}n{self.block_n}s{self.stages}"
+
+    @property
+    def summary(self) -> str:
+        return (
+            f"{self.block_m} queries x {self.block_n} keys, {self.consumers} consumer warpgroups that share columns, "
+            f"{self.stages} buffers of Q and of dO"
+        )
+
+    def smem_sizes(self, problem: AttentionProblem) -> Sequence[tuple[str, int]]:
+        """K and V (later dK and dV), every stage's Q and dO, P^T and dS^T, row constants, mbarriers."""
+        pitch_k, pitch_v = pitches(problem)
+        # K, V and the loader's own have one, each stage of Q and dO, P^T and dS^T a pair.
+        barriers = 3 + 2 * (2 * self.stages + 2)
+        return [
+            ("k_and_dk", self.block_n * pitch_k),
+            ("v_and_dv", self.block_n * pitch_v),
+            *((f"q{i}", self.block_m * pitch_k) for i in range(self.stages)),
+            *((f"dout{i}", self.block_m * pitch_v) for i in range(self.stages)),
+            *((name, self.block_m * self.block_n * ELEMENT_BYTES) for name in ("p", "ds")),
+            *((f"rows{i}", self.block_m * ROW_CONSTANT_BYTES) for i in range(self.stages)),
+            ("barriers", 8 * barriers),
+        ]
+
+
+HopperConfig = BackwardSm90Config | BackwardWideConfig
+"""Of the main kernels that load by TMA."""
+
+MainConfig = BackwardConfig | HopperConfig
+"""Of the main kernel, in any family."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from . import kernels
 from .arch import backward
-from .backward_config import MainConfig
+from .backward_config import BackwardConfig, MainConfig
 from .backward_params import BACKWARD_DQ, BACKWARD_ROWS, BACKWARD_SM80, BACKWARD_SM90
 from .backward_request import BackwardRequest
 from .errors import UnsupportedError
@@ -29,10 +29,20 @@ FAMILIES = {
         KernelFamily(
             "backward_sm90", "backward_sm90.cu.j2", "cuflash_bwd_sm90", BACKWARD_SM90, backward.backward_sm90_config
         ),
+        KernelFamily(
+            "backward_sm90_wide",
+            "backward_sm90_wide.cu.j2",
+            "cuflash_bwd_sm90",
+            BACKWARD_SM90,
+            backward.backward_sm90_config,
+        ),
         KernelFamily("backward_dq", "backward_dq.cu.j2", "cuflash_bwd_dq", BACKWARD_DQ, backward.backward_dq_config),
     )
 }
 
+
+HOPPER = ("backward_sm90", "backward_sm90_wide")
+"""What loads by TMA; the head dims decide between them."""
 
 TASKS: tuple[Task, ...] = ("backward_rows", "backward", "backward_dq")
 """Of a call's kernels, in the order of their launches."""
@@ -50,31 +60,21 @@ def problems_for(request: BackwardRequest, arch: str) -> tuple[AttentionProblem,
     Raises
     ------
     UnsupportedError
-        `cuflash.kernels.use_family` asks for the Hopper family, which cannot take the call.
+        `cuflash.kernels.use_family` asks for a Hopper family, which cannot take the call.
     """
     asked, refusal = kernels.family_in_use(), _hopper_refusal(request, arch)
-    if asked == "backward_sm90" and refusal:
-        raise UnsupportedError(f"backward_sm90 is asked for, and {refusal}")
+    if asked in HOPPER and refusal:
+        raise UnsupportedError(f"{asked} is asked for, and {refusal}")
     if asked == "backward_sm80" or refusal:
         return tuple(request.problem(arch, task) for task in TASKS)
     rows, main, dq = (request.problem(TMA_TARGETS[arch], task) for task in TASKS)
     return rows, replace(main, access_bytes=WIDEST_ACCESS), dq
 
 
-def has_kernels(problem: AttentionProblem) -> bool:
-    """Whether calls with a problem's head dims take kernels for its target."""
-    return problem.arch not in TMA_TARGETS.values() or backward.has_hopper_row(problem)
-
-
 def _hopper_refusal(request: BackwardRequest, arch: str) -> str | None:
     if arch not in TMA_TARGETS:
         return f"it has no kernels for {arch}"
-    if request.tma_refusal:
-        return f"TMA cannot take {request.tma_refusal}"
-    if not has_kernels(request.problem(TMA_TARGETS[arch], "backward")):
-        dims = request.forward.head_dim, request.forward.head_dim_v
-        return f"it has no kernels for head dims {dims[0]} and {dims[1]}"
-    return None
+    return request.tma_refusal and f"TMA cannot take {request.tma_refusal}"
 
 
 class BackwardGrid(NamedTuple):
@@ -101,24 +101,46 @@ def backward_grid(
     """Thread blocks of a backward call, in the order in which they start.
 
     A section is as many heads as have their Q, dO and sums of dQ in the L2 cache together. Without a mask all tiles are
-    alike, and one head at a time keeps these the longest; but where tiles add in turns, those of many heads side by
-    side wait for each other less.
+    alike, and one head at a time keeps these the longest; but where tiles of the Ampere-style kernel add in turns,
+    those of many heads side by side wait for each other less.
 
     Parameters
     ----------
     problem : AttentionProblem
-    config : BackwardConfig or BackwardSm90Config
+    config : BackwardConfig, BackwardSm90Config or BackwardWideConfig
     sizes : (batch * query heads, query heads for each key/value head, query length, key length)
     deterministic : bool
     """
     batch_heads, group, seqlen_q, seqlen_k = sizes
     heads = batch_heads // group
     section = 1
-    if problem.mask == "causal" or deterministic:
+    if problem.mask == "causal" or (deterministic and isinstance(config, BackwardConfig)):
         row_bytes = 2 * (problem.head_dim + problem.head_dim_v) + 4 * problem.head_dim
         section = max(1, L2_SECTION_BYTES // (group * seqlen_q * row_bytes))
     n_tiles = -(-seqlen_k // config.block_n)
     return BackwardGrid(-(-seqlen_q // config.block_m), n_tiles, min(section, heads), n_tiles * heads)
+
+
+class TurnOrder(NamedTuple):
+    """How blocks of the Hopper kernels come to the query tiles to which they add in turns.
+
+    ``group`` key tiles of a head add to a query tile before the next as many do. Each block of a group starts ``shift``
+    query tiles after the one before it, so that they follow each other through all of them and hardly wait: Qiang et
+    al., DASH: Deterministic Attention Scheduling for High-throughput Reproducible LLM Training, 2026. All blocks of a
+    group must run at the same time: blocks are started in order, and no group has more of them than there are
+    multiprocessors. With a shift of 0 all start alike and add in the order in which they were started.
+    """
+
+    group: int
+    shift: int
+
+    @classmethod
+    def of(cls, problem: AttentionProblem, grid: BackwardGrid, multiprocessors: int, deterministic: bool) -> TurnOrder:
+        """Under a causal mask blocks start alike: those of later keys have fewer query tiles, the last ones."""
+        if problem.mask == "causal" or not deterministic:
+            return cls(grid.n_tiles, 0)
+        group = min(grid.n_tiles, grid.m_tiles, multiprocessors)
+        return cls(group, grid.m_tiles // group)
 
 
 def problems_beside(forward: AttentionProblem, target: str) -> tuple[AttentionProblem, ...]:
@@ -136,8 +158,6 @@ def shipped_problems(arch: str) -> Iterator[AttentionProblem]:
     last = set()
     for (d, dv), dtype, access_bytes in forms:
         base = AttentionProblem(d, dv, dtype, "full", access_bytes, False, arch, "backward")
-        if not has_kernels(base):
-            continue
         yield base
         yield replace(base, mask="causal")
         yield replace(base, task="backward_rows")

@@ -68,6 +68,8 @@ BACKWARD_SM90 = ParameterBlock(
         Field("dq_sums", POINTER, ""),
         Field("turns", POINTER, "null: dQ is summed in any order"),
         *_MAIN,
+        Field("turn_group", FAST_DIV, "key tiles that add in turns together"),
+        Field("turn_shift", I32, "query tiles from the first one of a block to that of the next; 0: all begin alike"),
     ),
     per_launch=9,
 )

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from . import driver, jit
 from .backward_config import BackwardConfig, MainConfig
-from .backward_kernels import BackwardGrid, backward_grid, problems_for
+from .backward_kernels import BackwardGrid, TurnOrder, backward_grid, problems_for
 from .backward_params import BACKWARD_DQ, BACKWARD_ROWS, BACKWARD_SM80, BACKWARD_SM90
 from .backward_request import BackwardRequest
 from .errors import UnsupportedError
@@ -203,7 +203,7 @@ def plan_with(request: BackwardRequest, first: LoadedKernel, main: LoadedKernel,
     }
     launches = (
         Launch(first, blocks_first, BACKWARD_ROWS.pack_tail(common | _strides(request, "dout", "out", "lse", "dlse"))),
-        Launch(main, grid.blocks, _main_tail(request, config, grid)),
+        Launch(main, grid.blocks, _main_tail(request, main, grid)),
         _last_launch(request, last, blocks_first * (ROW_TILE // 16), common),
     )
     workspace = Workspace.of(blocks_first * ROW_TILE, forward.head_dim, request.deterministic)
@@ -215,18 +215,20 @@ def _last_launch(request: BackwardRequest, last: LoadedKernel, row_blocks: int, 
     return Launch(last, -(-row_blocks // (last.config.threads // 32)), BACKWARD_DQ.pack_tail(values))
 
 
-def _main_tail(request: BackwardRequest, config: MainConfig, grid: BackwardGrid) -> bytes:
+def _main_tail(request: BackwardRequest, main: LoadedKernel, grid: BackwardGrid) -> bytes:
     values = _main_values(request, grid)
-    if isinstance(config, BackwardConfig):
+    if isinstance(main.config, BackwardConfig):
         return BACKWARD_SM80.pack_tail(values | _strides(request, "dout", "q", "k", "v", "dk", "dv"))
-    return BACKWARD_SM90.pack_tail(values)
+    multiprocessors = driver.multiprocessors(request.device)
+    order = TurnOrder.of(main.problem, grid, multiprocessors, request.deterministic)
+    return BACKWARD_SM90.pack_tail(values | {"turn_group": fast_div(order.group), "turn_shift": order.shift})
 
 
 def _geometry(request: BackwardRequest, config: MainConfig) -> tuple[TensorGeometry, ...]:
     """What the tensor maps of a main kernel describe, in the order of its parameters."""
     if isinstance(config, BackwardConfig):
         return ()
-    keys, stored = config.block_n, config.block_n // config.consumers
+    keys, stored = config.block_n, config.stored_keys
     box_rows = {"q": config.block_m, "k": keys, "v": keys, "dout": config.block_m, "dk": stored, "dv": stored}
     dtype = request.forward.q.dtype
     return tuple(

@@ -49,8 +49,10 @@ class Fp8Sm90Config(Sm90Config):
             raise ValueError(f"block_n is {self.block_n}; accepted is {TILE}, the tokens that share a scale")
         if self.consumers < 2:
             raise ValueError(f"block_m is {self.block_m}; accepted are 128 and 192: the consumers take turns")
-        if self.slack or not self.exact or not self.ping_pong:
-            raise ValueError("slack, exact and ping_pong are 0, True and True in kernels for fp8 inputs")
+        if (self.slack, self.exact, self.ping_pong, self.q_registers) != (0, True, True, 0):
+            raise ValueError(
+                "slack, exact, ping_pong and q_registers are 0, True, True and 0 in kernels for fp8 inputs"
+            )
 
     @property
     def producer_registers(self) -> int:

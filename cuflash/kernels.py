@@ -155,18 +155,6 @@ def device_targets(arch: str, access_bytes: int = WIDEST_ACCESS, task: Task = "f
     return arch, own
 
 
-def problem_targets(problem: AttentionProblem) -> tuple[str, ...]:
-    """Those of `device_targets` that have a kernel for a problem of the device's own target."""
-    targets = device_targets(problem.arch, problem.access_bytes, problem.task)
-    if problem.input_dtype is not None:
-        return tuple(target for target in targets if target in TMA_TARGETS.values()) or (problem.arch,)
-    if problem.task == "forward":
-        return targets
-    from .backward_kernels import has_kernels
-
-    return tuple(target for target in targets if has_kernels(replace(problem, arch=target)))
-
-
 _family_in_use: str | None = None
 
 

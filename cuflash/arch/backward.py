@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ..backward_config import BackwardConfig, BackwardDqConfig, BackwardRowsConfig, BackwardSm90Config
+from ..backward_config import (
+    BackwardConfig,
+    BackwardDqConfig,
+    BackwardRowsConfig,
+    BackwardSm90Config,
+    BackwardWideConfig,
+    HopperConfig,
+)
 from ..errors import UnsupportedError
 from ..problem import MASKS, AttentionProblem, Mask
 from .sm80 import SMALL
@@ -79,7 +86,7 @@ def _hopper_row(
     in_turns: bool,
     masks: tuple[Mask, ...] = MASKS,
     reason: str,
-) -> Row[BackwardSm90Config]:
+) -> Row[HopperConfig]:
     q_stages, dout_stages = stages
     config = BackwardSm90Config(
         block_m=block_m, q_stages=q_stages, dout_stages=dout_stages, in_turns=in_turns, reason=reason
@@ -87,29 +94,24 @@ def _hopper_row(
     return Row(("sm_90a",), head_dim, head_dim, masks, config)
 
 
-HOPPER = (
+HOPPER: tuple[Row[HopperConfig], ...] = (
     _hopper_row(64, 128, stages=(2, 2), in_turns=False, masks=("full",),
                 reason="194 KiB; turns are worth nothing here: -1 to 1 %"),
     _hopper_row(64, 128, stages=(2, 2), in_turns=True, masks=("causal",),
                 reason="194 KiB; turns within 1 %, and in the laboratory 5 % at N = 8192"),
     _hopper_row(128, 64, stages=(3, 2), in_turns=True,
                 reason="209 KiB; turns are worth 5 to 8 %, 4 to 11 % under a causal mask"),
+    Row(("sm_90a",), 256, 256, MASKS, BackwardWideConfig(reason="dK and dV of 64 keys take 128 registers; 209 KiB")),
 )  # fmt: skip
-"""Larger head dims than these have Ampere-style kernels on every target."""
 
 
-def has_hopper_row(problem: AttentionProblem) -> bool:
-    """Whether the Hopper table serves a problem's head dims."""
-    return any(max(problem.head_dim, problem.head_dim_v) <= row.head_dim for row in HOPPER)
-
-
-def backward_sm90_config(problem: AttentionProblem) -> BackwardSm90Config:
+def backward_sm90_config(problem: AttentionProblem) -> HopperConfig:
     """The config of the row with the smallest head dim that serves the problem.
 
     Raises
     ------
     UnsupportedError
-        TMA moves 16 bytes at a time, or the head dims are larger than those of any row.
+        TMA moves 16 bytes at a time.
     """
     if problem.access_bytes != 16:
         raise UnsupportedError(

@@ -71,10 +71,14 @@ def kernel_jobs(args: argparse.Namespace) -> list[Job]:
         ]
     else:
         asked = [problem_from(args, arch) for arch in named]
-        found = [replace(p, arch=target) for p in asked for target in kernels.problem_targets(p)]
+        found = [
+            replace(p, arch=target) for p in asked for target in kernels.device_targets(p.arch, p.access_bytes, p.task)
+        ]
         if args.short:  # of a device's families those that have such a variant; where none has, select_config says so
             variants = [p for p in found if p in kernels.variants_by_length(replace(p, short=False))]
             found = variants or found
+        if args.input_dtype:
+            found = [p for p in found if p.arch in kernels.TMA_TARGETS.values()] or found
     problems = list(dict.fromkeys(found))  # sm_90 and sm_90a name some kernels twice
     problems.sort(key=lambda problem: -(problem.head_dim + problem.head_dim_v))
     return [(problem, kernels.select_config(problem)) for problem in problems]

@@ -136,7 +136,8 @@ def make_dump(args: argparse.Namespace) -> Dump:
 
     problem = problem_from(args, args.arch or default_arch())
     if args.arch is None:
-        problem = dataclasses.replace(problem, arch=kernels.problem_targets(problem)[-1])
+        targets = kernels.device_targets(problem.arch, problem.access_bytes, problem.task)
+        problem = dataclasses.replace(problem, arch=targets[-1])
     config = overridden(kernels.select_config(problem), args.config)
     need, limit = config.smem_bytes(problem), ARCHES[problem.arch].smem_per_block
     if need > limit:

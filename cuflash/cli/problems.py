@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 
-from ..backward_config import BackwardConfig, BackwardRowsConfig, BackwardSm90Config
+from ..backward_config import BackwardConfig, BackwardRowsConfig, BackwardSm90Config, BackwardWideConfig
 from ..config import KernelConfig
 from ..fp8_sm90_config import Fp8Sm90Config
 from ..problem import INPUT_DTYPES, TASKS, AttentionProblem
@@ -81,7 +81,8 @@ def default_arch() -> str:
 
 def parse_override(text: str) -> dict[str, int]:
     """``block_n=48,ctas=2``: fields of the tuning table's config to change, of whichever family."""
-    families = (Sm80Config, Sm90Config, Fp8Sm90Config, BackwardConfig, BackwardSm90Config, BackwardRowsConfig)
+    hopper = (BackwardSm90Config, BackwardWideConfig)
+    families = (Sm80Config, Sm90Config, Fp8Sm90Config, BackwardConfig, *hopper, BackwardRowsConfig)
     types = {field.name: field.type for family in families for field in dataclasses.fields(family) if field.compare}
     override: dict[str, int] = {}
     for part in text.split(","):

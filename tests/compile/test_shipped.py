@@ -17,7 +17,7 @@ import pytest
 
 from cuflash import kernels
 from cuflash.arch import ARCHES
-from cuflash.backward_config import BackwardSm90Config
+from cuflash.backward_config import HopperConfig
 from cuflash.cli.dump import disassemble, find_disassembler
 from cuflash.compiler import Compiled, to_ptx
 from cuflash.problem import AttentionProblem
@@ -43,7 +43,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         if not metafunc.config.getoption("--all-kernels", default=False):
             problems = pairwise(problems)
         if name == "hopper_problem":
-            problems = [p for p in problems if isinstance(kernels.select_config(p), Sm90Config | BackwardSm90Config)]
+            problems = [p for p in problems if isinstance(kernels.select_config(p), Sm90Config | HopperConfig)]
         metafunc.parametrize(name, problems, ids=label)
 
 

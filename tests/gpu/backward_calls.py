@@ -11,7 +11,6 @@ import numpy as np
 import cuflash
 from cuflash import kernels
 from cuflash.backward_config import MainConfig
-from cuflash.backward_kernels import has_kernels
 from cuflash.problem import AttentionProblem
 from cuflash.reference import oracle
 from tests.gpu.support import Array, host_normal, poison_pool, poisoned, swap_layout, target, to_device, to_host
@@ -102,8 +101,7 @@ def config_for(d: int, dv: int, dtype: str, causal: object) -> MainConfig:
     mask = "causal" if causal else "full"
     problem = AttentionProblem(d, dv, dtype, mask, 16, False, target(), "backward")  # type: ignore[arg-type]
     if problem.arch in kernels.TMA_TARGETS and d % 8 == dv % 8 == 0 and kernels.family_in_use() != "backward_sm80":
-        hopper = replace(problem, arch=kernels.TMA_TARGETS[problem.arch])
-        problem = hopper if has_kernels(hopper) else problem
+        problem = replace(problem, arch=kernels.TMA_TARGETS[problem.arch])
     config = kernels.select_config(problem)
     assert isinstance(config, MainConfig)
     return config

@@ -34,16 +34,14 @@ def _variants(item: pytest.Item) -> list[Variant]:
 def _gradient_problems(index: int, access_bytes: int) -> tuple[AttentionProblem, ...]:
     """What `test_backward.test_head_dims` runs of an entry of HEAD_DIMS."""
     from cuflash import kernels
-    from cuflash.backward_kernels import has_kernels, problems_beside
+    from cuflash.backward_kernels import problems_beside
     from cuflash.problem import AttentionProblem
 
     mask = "causal" if CAUSAL[index % len(CAUSAL)] else "full"
     dtype, arch = DTYPES[index % len(DTYPES)], target()
     forward = AttentionProblem(*HEAD_DIMS[index], dtype, mask, access_bytes, False, arch)  # type: ignore[arg-type]
     if access_bytes == 16 and arch in kernels.TMA_TARGETS and kernels.family_in_use() != "backward_sm80":
-        hopper = problems_beside(forward, kernels.TMA_TARGETS[arch])
-        if has_kernels(hopper[1]):
-            return hopper
+        return problems_beside(forward, kernels.TMA_TARGETS[arch])
     return problems_beside(forward, arch)
 
 

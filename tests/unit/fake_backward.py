@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import ml_dtypes
 import numpy as np
 
-from cuflash.backward_config import BackwardSm90Config, MainConfig
+from cuflash.backward_config import HopperConfig, MainConfig
 from cuflash.request import LOG2_E
 
 if TYPE_CHECKING:
@@ -51,10 +51,11 @@ def _tensor(launch: Launch, name: str, batch: int, seq: int, heads: int) -> np.n
 
 
 def _box_rows(launch: Launch, name: str) -> int:
-    """Rows that the Hopper kernel moves at once: of Q and dO a tile, of K and V, too; each consumer stores its own."""
+    """Rows that the Hopper kernels move at once: of Q and dO a tile, of K and V, too; dK and dV leave by 64 keys."""
     config = launch.loaded.config
-    assert isinstance(config, BackwardSm90Config)
-    return {"q": config.block_m, "dout": config.block_m, "k": 128, "v": 128, "dk": 64, "dv": 64}[name]
+    assert isinstance(config, HopperConfig)
+    m, n = config.block_m, config.block_n
+    return {"q": m, "dout": m, "k": n, "v": n, "dk": 64, "dv": 64}[name]
 
 
 def _row_values(launch: Launch, name: str, shape: tuple[int, ...]) -> np.ndarray:

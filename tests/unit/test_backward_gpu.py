@@ -13,7 +13,7 @@ from cuflash import backward_plan, jit, kernels, params
 from cuflash.arch import ARCHES
 from cuflash.arch.backward import BACKWARD
 from cuflash.backward_config import BackwardConfig
-from cuflash.backward_kernels import backward_grid
+from cuflash.backward_kernels import HOPPER, backward_grid
 from cuflash.backward_params import BACKWARD_DQ, BACKWARD_ROWS, BACKWARD_SM80
 from cuflash.backward_plan import Workspace
 from cuflash.problem import AttentionProblem
@@ -89,18 +89,27 @@ def test_three_launches(gpu: FakeGpu, causal: Any, dtype: str, deterministic: bo
 
 
 @pytest.mark.parametrize(
-    ("heads", "dims", "target"),
+    ("heads", "dims", "family"),
     [
-        ((3, 3), (16, 80), "sm_90a"),
-        ((6, 1), (128, 128), "sm_90a"),
-        ((4, 2), (33, 7), "sm_90"),
-        ((2, 1), (192, 128), "sm_90"),
+        ((3, 3), (16, 80), "backward_sm90"),
+        ((6, 1), (128, 128), "backward_sm90"),
+        ((4, 2), (33, 7), "backward_sm80"),
+        ((2, 1), (192, 128), "backward_sm90_wide"),
+        ((2, 2), (40, 200), "backward_sm90_wide"),
     ],
 )
-def test_heads_and_dims(gpu: FakeGpu, heads: tuple[int, int], dims: tuple[int, int], target: str) -> None:
-    """The Hopper kernel takes what TMA can take, of the head dims of its table."""
-    check(gpu, draw((40, 300), heads, dims, causal="top_left"), "top_left")
-    assert {launch.loaded.problem.arch for launch in gpu.launches} == {target}
+def test_heads_and_dims(gpu: FakeGpu, heads: tuple[int, int], dims: tuple[int, int], family: str) -> None:
+    """The Hopper kernels take what TMA can take; their head dims decide between them, whichever is asked for."""
+    arrays = draw((40, 300), heads, dims, causal="top_left")
+    check(gpu, arrays, "top_left")
+    assert {launch.loaded.problem.arch for launch in gpu.launches} == {
+        "sm_90" if family == "backward_sm80" else "sm_90a"
+    }
+    assert gpu.launches[1].loaded.config.family == family
+    for asked in HOPPER if family in HOPPER else ():
+        with kernels.use_family(asked):
+            check(gpu, arrays, "top_left")
+        assert gpu.launches[-2].loaded.config.family == family
 
 
 def test_any_strides_and_given_gradients(gpu: FakeGpu) -> None:

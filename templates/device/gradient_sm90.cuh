@@ -1,0 +1,38 @@
+// P^T and dS^T of a query tile in wgmma accumulators: keys are the rows, queries the columns.
+#pragma once
+#include "device/ptx_sm90.cuh"
+#include "device/gradient.cuh"
+
+// A thread's part of such a tile: eight columns at a time, keys `first` and `first + 8`, queries 8 * i + 2 * (lane & 3) and the next one.
+// Which of these pairs exist, counted from the thread's first key: how many keys there are, and the last one that its first query sees.
+struct KeysLeft { int keys, last; };
+
+// P = exp(S - LSE). None is above 1: a rounded LSE of large magnitude must not make it so. `rows`: where the constants of the thread's
+// first query lie.
+template <int kQueries, bool kMasked, bool kCausal>
+DEVICE void exponentials(float (&s)[kQueries / 2], u32 rows, float scale_log2, KeysLeft left) {
+    #pragma unroll
+    for (int i = 0; i < kQueries / 8; i++) {
+        float lse[2];
+        ld_shared_f32x2(rows + RowLayout<true>::lse(8 * i), lse);
+        #pragma unroll
+        for (int e = 0; e < 4; e++) {
+            float& x = s[4 * i + e];
+            x = exp2_approx(min_nan_f32(fma_f32(x, scale_log2, -lse[e & 1]), 0.f));
+            const int key = 8 * (e / 2), query = 8 * i + (e & 1);
+            if (kMasked && (key >= left.keys || (kCausal && key - query > left.last))) x = 0.f;
+        }
+    }
+}
+
+// dS = P * (dP - delta), in place of dP.
+template <int kQueries>
+DEVICE void differentials(float (&dp)[kQueries / 2], const float (&p)[kQueries / 2], u32 rows) {
+    #pragma unroll
+    for (int i = 0; i < kQueries / 8; i++) {
+        float delta[2];
+        ld_shared_f32x2(rows + RowLayout<true>::kDelta + RowLayout<true>::lse(8 * i), delta);
+        #pragma unroll
+        for (int e = 0; e < 4; e++) dp[4 * i + e] = p[4 * i + e] * (dp[4 * i + e] - delta[e & 1]);
+    }
+}
