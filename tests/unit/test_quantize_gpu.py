@@ -122,14 +122,6 @@ def test_refused(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not gpu.launches
 
 
-def test_attention_refuses_in_one_place(gpu: FakeGpu) -> None:
-    arrays = [gpu.array(x) for x in draw()]
-    with pytest.raises(cuflash.UnsupportedError, match="float8 attention is not supported on a GPU yet"):
-        cuflash.attention(*cuflash.quantize_qkv(*arrays))
-    with pytest.raises(cuflash.UnsupportedError, match="float8 attention is not supported on a GPU yet"):
-        cuflash.attention(*arrays, precision="fp8")
-
-
 def test_what_is_done_on_the_host_says_so(gpu: FakeGpu) -> None:
     v8 = cuflash.quantize(gpu.array(draw()[2]), role="v")
     for call in (v8.dequantize, v8.to_rows):
