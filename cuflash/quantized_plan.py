@@ -21,10 +21,11 @@ from .quantize_plan import Launch, QuantizePlan
 from .request import AXES, MAX_WORK_TILES, TMA_BYTES, TMA_STRIDES_END, TMA_TILE_ROWS, contiguous_strides
 
 if TYPE_CHECKING:
+    from .jit import LoadedKernel
     from .quantized import QuantizedTensor
     from .quantized_attention import QuantizedCall
 
-__all__ = ["QuantizedPlan", "check_device", "check_quantized_gpu", "fp8_call", "make_plan", "plan_for"]
+__all__ = ["QuantizedPlan", "check_device", "check_quantized_gpu", "fp8_call", "make_plan", "plan_for", "shift_launch"]
 
 OUT_BYTES = 2
 
@@ -214,9 +215,7 @@ def make_plan(call: QuantizedCall) -> QuantizedPlan:
     shift = None
     if call.return_lse and call.k.mean is not None:
         loaded = jit.kernel_for(lse_problem(padded(call.q.head_dim), jit.device_arch(device).name), device)
-        batch, seq, heads, _ = call.q.sizes
-        launch = Launch(loaded, LSE_SHIFT, batch * heads * tiles(seq), _shift_tail(call))
-        shift = QuantizePlan(device, (launch,))
+        shift = QuantizePlan(device, (shift_launch(call, loaded),))
     return QuantizedPlan(call, attend, shift)
 
 
@@ -241,10 +240,11 @@ def fp8_call(call: QuantizedCall) -> Fp8Call:
     )
 
 
-def _shift_tail(call: QuantizedCall) -> bytes:
-    (_, seq, heads, _), (_, _, heads_k, _) = call.q.sizes, call.k.sizes
+def shift_launch(call: QuantizedCall, loaded: LoadedKernel) -> Launch:
+    """The launch that finds what the mean of K adds to the LSE."""
+    (batch, seq, heads, _), (_, _, heads_k, _) = call.q.sizes, call.k.sizes
     strides = zip(("batch", "seq", "head"), _payload_strides(call.q), strict=True)
-    return LSE_SHIFT.pack_tail(
+    tail = LSE_SHIFT.pack_tail(
         {
             **{f"q_{axis}_stride": stride for axis, stride in strides},
             "tiles": fast_div(tiles(seq)),
@@ -255,6 +255,7 @@ def _shift_tail(call: QuantizedCall) -> bytes:
             "scale": call.scale,
         }
     )
+    return Launch(loaded, LSE_SHIFT, batch * heads * tiles(seq), tail)
 
 
 # --- strides ---------------------------------------------------------------------------------------------------
