@@ -85,7 +85,7 @@ class Fp8Plan:
         One for ``call.problem``.
     """
 
-    __slots__ = ("_counted", "_geometry", "_grid", "_tail", "loaded")
+    __slots__ = ("_counted", "_device", "_geometry", "_shape", "_tail", "loaded")
 
     def __init__(self, call: Fp8Call, loaded: LoadedKernel) -> None:
         config = cast("Fp8Sm90Config", loaded.config)
@@ -99,7 +99,8 @@ class Fp8Plan:
             driver.multiprocessors(loaded.kernel.device),
         )
         self.loaded = loaded
-        self._grid = (grid.blocks, 1, 1)
+        self._device = loaded.kernel.device
+        self._shape = (grid.blocks, 1, 1), (config.threads, 1, 1), config.smem_bytes(loaded.problem)
         self._counted = jit.takes_counter(config)
         self._tail = FORWARD_FP8_SM90.pack_tail(_values(call, grid))
         self._geometry = (
@@ -112,14 +113,12 @@ class Fp8Plan:
 
     def launch(self, q: int, k: int, addresses: Fp8Addresses, stream: int) -> None:
         """Launch on a stream of the kernel's device, whose context must be current."""
-        loaded = self.loaded
-        device = loaded.kernel.device
+        device = self._device
         buffer = jit.argument_buffer(device)
         maps = jit.tensor_maps(self, self._geometry, q, k, addresses.out)
         counter = counters.take(device, stream) if self._counted else counters.NO_COUNTER
         _pack(buffer.block, 0, maps, *addresses, counter, self._tail)
-        block, smem_bytes = (loaded.config.threads, 1, 1), loaded.config.smem_bytes(loaded.problem)
-        driver.launch(loaded.kernel.handle, self._grid, block, smem_bytes, stream, buffer.address)
+        driver.launch(self.loaded.kernel.handle, *self._shape, stream, buffer.address)
 
 
 def make_plan(call: Fp8Call, device: int) -> Fp8Plan:

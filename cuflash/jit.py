@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from .compiled import Compiled
     from .config import ForwardConfig, KernelConfig
     from .quantize_plan import QuantizePlan
-    from .quantized_plan import QuantizedPlan
+    from .quantized_plan import QuantizedPlan, QuantizingPlan
     from .settings import Settings
     from .sm90_config import Sm90Config
 
@@ -464,6 +464,7 @@ PLANS: dict[Hashable, CallPlan] = {}
 BACKWARD_PLANS: dict[Hashable, BackwardPlan] = {}
 QUANTIZE_PLANS: dict[Hashable, QuantizePlan] = {}
 QUANTIZED_PLANS: dict[Hashable, QuantizedPlan] = {}
+QUANTIZING_PLANS: dict[Hashable, QuantizingPlan] = {}
 _table_lock = threading.Lock()
 
 
@@ -489,6 +490,7 @@ def forget_plans() -> None:
         BACKWARD_PLANS.clear()
         QUANTIZE_PLANS.clear()
         QUANTIZED_PLANS.clear()
+        QUANTIZING_PLANS.clear()
 
 
 Key = TypeVar("Key")

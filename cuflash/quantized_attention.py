@@ -12,13 +12,12 @@ from .checks import (
     check_scale,
     check_shapes,
     check_written,
-    make_request,
     request_for,
 )
 from .errors import UnsupportedError
 from .fp8 import E4M3
 from .fp8_layout import IMAGE, ROWS, by_head
-from .jit import QUANTIZED_PLANS
+from .jit import QUANTIZED_PLANS, QUANTIZING_PLANS
 from .quantization import adopt, quantize_qkv
 from .quantized import QuantizedTensor, Role
 from .request import Causal
@@ -105,21 +104,36 @@ def attention_quantizing(
         return bridge.call(
             lambda views: attention_quantizing(**{"out": None, **views}, **options), {"q": q, "k": k, "v": v}, outputs
         )
-    if kind.follower((q, k, v)):
-        raise UnsupportedError(
-            "precision='fp8' is not followed by autograd, torch.compile or transformations, and q, k or v is: call it "
-            "under torch.no_grad(), with q.detach() and so on, or without precision"
-        )
-    request = make_request((q, k, v), None, causal=causal, scale=scale, layout=layout, return_lse=return_lse)
-    if request.device != CPU:
-        from .quantized_plan import check_device
+    out_key, out_at, at = None, 0, {}
+    key: Any
+    try:
+        geometry = kind.geometry
+        (q_key, at["q"]), (k_key, at["k"]), (v_key, at["v"]) = geometry(q), geometry(k), geometry(v)
+        if out is not None:
+            out_key, out_at = geometry(out)
+        bits = (at["q"] | at["k"] | at["v"] | out_at) & 15
+        key = (q_key, k_key, v_key, out_key, bits, causal, scale, layout, return_lse, out_dtype)
+        plan = QUANTIZING_PLANS.get(key)
+    except (AttributeError, TypeError, RuntimeError):  # on the CPU, followed, or not what it should be: checked below
+        key = plan = None
+    if plan is None:
+        if kind.follower((q, k, v)):
+            raise UnsupportedError(
+                "precision='fp8' is not followed by autograd, torch.compile or transformations, and q, k or v is: call "
+                "it under torch.no_grad(), with q.detach() and so on, or without precision"
+            )
+        options = {"causal": causal, "scale": scale, "return_lse": return_lse, "out": out, "out_dtype": out_dtype}
+        foreseen = foresee(q, k, v, layout=layout, **options)
+        call = foreseen.call
+        if call.q.device == CPU:
+            quantized = quantize_qkv(q, k, v, layout=call.layout)
+            return attention_quantized(*quantized, **options | {"out_dtype": call.out_dtype})
+        from .quantized_plan import quantizing_plan_for
 
-        check_device(request.device)
-    quantized = quantize_qkv(q, k, v, layout=request.layout)
-    out_dtype = request.q.dtype if out_dtype is None else out_dtype
-    return attention_quantized(
-        *quantized, causal=causal, scale=scale, return_lse=return_lse, out=out, out_dtype=out_dtype
-    )
+        plan = quantizing_plan_for(foreseen, key)
+        at = {name: call.kind.operand(name, x).address for name, x in (("q", q), ("k", k), ("v", v))}
+        out_at = 0 if out is None else call.kind.operand("out", out).address
+    return plan.run(q, at, out, out_at)
 
 
 def attention_quantized(

@@ -28,7 +28,7 @@ from .problem import AttentionProblem
 from .quantize_kernels import lse_problem
 from .quantize_plan import plan_with
 from .quantized_attention import OUT_DTYPES, Foreseen, QuantizedCall, foresee, is_quantized
-from .quantized_plan import check_device, check_quantized_gpu, fp8_call, refuse_other_gpus
+from .quantized_plan import check_device, check_quantized_gpu, fp8_call, refuse_other_gpus, workspace_parts
 from .request import Request
 
 __all__ = ["explain_quantized"]
@@ -211,11 +211,7 @@ class _Explained:
         call, total = self.call, 0
         batch, seq, heads, _ = call.q.sizes
         if self.foreseen.sources is not None:
-            for x in (call.q, call.k, call.v):
-                batch_x, seq_x, heads_x, dim = x.sizes
-                stored = tiles(seq_x) * 128 if x.role == "v" else seq_x
-                mean = 0 if x.role == "q" else 4 * padded(dim)
-                total += batch_x * heads_x * (stored * padded(dim) + 4 * tiles(seq_x) + mean)
+            total += sum(sum(workspace_parts(x).values()) for x in (call.q, call.k, call.v))
         total += 4 * batch * heads * seq if self.has_shift else 0
         if call.v.head_dim % 16:
             total += 2 * batch * heads * seq * padded(call.v.head_dim)

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Callable, Hashable, Mapping
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
-from . import driver, jit
+from . import driver, jit, quantize_plan
 from .arch import ARCHES
-from .arrays import Kind, Operand
+from .arrays import Operand
 from .checks import MAX_LENGTH, check_placed
+from .config import round_up
 from .errors import UnsupportedError
 from .fp8 import E4M3
-from .fp8_layout import IMAGE, padded, tiles
+from .fp8_layout import IMAGE, TILE, padded, tiles
 from .fp8_plan import TARGET, Fp8Addresses, Fp8Call, Fp8Plan
 from .jit import span
 from .params import fast_div
@@ -23,11 +24,25 @@ from .request import AXES, MAX_WORK_TILES, TMA_BYTES, TMA_STRIDES_END, TMA_TILE_
 if TYPE_CHECKING:
     from .jit import LoadedKernel
     from .quantized import QuantizedTensor
-    from .quantized_attention import QuantizedCall
+    from .quantized_attention import Foreseen, QuantizedCall
 
-__all__ = ["QuantizedPlan", "check_device", "check_quantized_gpu", "fp8_call", "make_plan", "plan_for", "shift_launch"]
+__all__ = [
+    "QuantizedPlan",
+    "QuantizingPlan",
+    "check_device",
+    "check_quantized_gpu",
+    "fp8_call",
+    "make_plan",
+    "plan_for",
+    "shift_launch",
+]
 
 OUT_BYTES = 2
+ALIGNMENT = 256
+"""Of the parts of a workspace."""
+
+Addresses: TypeAlias = tuple[int, int, int]
+"""Of payload, scales and mean of a quantized tensor; 0: none."""
 
 
 # --- checks ----------------------------------------------------------------------------------------------------
@@ -74,15 +89,21 @@ def check_quantized_gpu(call: QuantizedCall) -> None:
                 f"{TMA_BYTES}: copy them"
             )
         _check_mean(name, x)
-        if x.sizes[1] >= MAX_LENGTH:
-            raise UnsupportedError(
-                f"{name} has sequence length {x.sizes[1]}; the GPU kernels take less than {MAX_LENGTH}"
-            )
     if call.v.storage != IMAGE:
         raise UnsupportedError(
             f"v is stored as {call.v.storage!r}; the GPU kernels take {IMAGE!r}, which cuflash.quantize(v, role='v') "
             "makes; v.to_host().to_image() makes it of rows"
         )
+    check_sizes(call)
+
+
+def check_sizes(call: QuantizedCall) -> None:
+    """Refuse what is too large for the GPU kernels, and an ``out`` that they cannot address."""
+    for name, x in (("q", call.q), ("k and v", call.k)):
+        if x.sizes[1] >= MAX_LENGTH:
+            raise UnsupportedError(
+                f"{name} has sequence length {x.sizes[1]}; the GPU kernels take less than {MAX_LENGTH}"
+            )
     (batch, seq_q, heads, _), (_, seq_k, heads_k, _) = call.q.sizes, call.k.sizes
     if max(batch * heads * -(-seq_q // TMA_TILE_ROWS), batch * heads_k * tiles(seq_k)) > MAX_WORK_TILES:
         raise UnsupportedError("there are 2^31 tiles of queries or keys and more; accepted are fewer: split the batch")
@@ -151,32 +172,37 @@ class QuantizedPlan:
     def run(self, q: QuantizedTensor, k: QuantizedTensor, v: QuantizedTensor, out: Any, out_at: int) -> Any:
         """Make a call of the plan on the current stream; ``out_at`` is the address of an ``out`` that was given."""
         kind = self._kind
-        if kind.current_device() != self.device:
-            with kind.on_device(self.device):
-                return self.run(q, k, v, out, out_at)
-        if out is None:
-            out, out_at = kind.empty(q.payload, self._out_shape, self._out_dtype)
-        else:
+        if out is not None:
             self._refuse_shared(out_at, q, k, v)
+        if kind.current_device() == self.device:
+            return self.run_at(q.payload, q.addresses, k.addresses, v.addresses, out, out_at)
+        with kind.on_device(self.device):
+            return self.run_at(q.payload, q.addresses, k.addresses, v.addresses, out, out_at)
+
+    def run_at(self, like: Any, q: Addresses, k: Addresses, v: Addresses, out: Any, out_at: int) -> Any:
+        """The same on the current device, by the addresses of the operands; new arrays are of the kind of ``like``."""
+        kind = self._kind
+        if out is None:
+            out, out_at = kind.empty(like, self._out_shape, self._out_dtype)
+        else:
             kind.written(out)
-        lse, lse_at = kind.empty(q.payload, self._lse_shape, "float32") if self._lse_shape else (None, 0)
+        lse, lse_at = kind.empty(like, self._lse_shape, "float32") if self._lse_shape else (None, 0)
         if self.attend is not None:
-            self._launch(kind, q, k, v, out, out_at, lse_at)
+            self._launch(like, q, k, v, out, out_at, lse_at)
         elif self.dead:
             kind.fill_dead(out, lse)
         return out if lse is None else (out, lse)
 
-    def _launch(
-        self, kind: Kind, q: QuantizedTensor, k: QuantizedTensor, v: QuantizedTensor, out: Any, out_at: int, lse_at: int
-    ) -> None:
-        (q_at, q_scales, _), (k_at, k_scales, k_mean), (v_at, v_scales, v_mean) = q.addresses, k.addresses, v.addresses
+    def _launch(self, like: Any, q: Addresses, k: Addresses, v: Addresses, out: Any, out_at: int, lse_at: int) -> None:
+        kind = self._kind
+        (q_at, q_scales, _), (k_at, k_scales, k_mean), (v_at, v_scales, v_mean) = q, k, v
         stream, shift_at, staged = kind.stream(self.device), 0, None
         if self.shift is not None:
             # Kept until the end: what a framework's allocator gets back, it gives away in the order of the stream.
-            _shift, shift_at = kind.empty(q.payload, cast("tuple[int, ...]", self._lse_shape), "float32")
+            _shift, shift_at = kind.empty(like, cast("tuple[int, ...]", self._lse_shape), "float32")
             self.shift.launch({"q": q_at, "q_scales": q_scales, "k_mean": k_mean, "shift": shift_at}, stream)
         if self._staged_shape is not None:
-            staged, out_at = kind.empty(q.payload, self._staged_shape, self._out_dtype)
+            staged, out_at = kind.empty(like, self._staged_shape, self._out_dtype)
         addresses = Fp8Addresses(v_at, q_scales, k_scales, v_scales, v_mean, shift_at, out_at, lse_at)
         cast(Fp8Plan, self.attend).launch(q_at, k_at, addresses, stream)
         if staged is not None:
@@ -192,17 +218,69 @@ class QuantizedPlan:
                     raise ValueError(f"out shares memory with {name}, or lies around it; pass an array of its own")
 
 
+class QuantizingPlan:
+    """Everything about a GPU call that quantizes on the way, into one workspace, but its addresses."""
+
+    __slots__ = ("_attend", "_offsets", "_quantize", "_size", "device")
+
+    def __init__(self, quantize: QuantizePlan, attend: QuantizedPlan, tensors: Mapping[str, QuantizedTensor]) -> None:
+        self.device = attend.device
+        self._quantize = quantize
+        self._attend = attend
+        self._offsets: dict[str, int] = {}
+        self._size = 0
+        for role, x in tensors.items():
+            for part, size in workspace_parts(x).items():
+                self._offsets[f"{role}_{part}"] = self._size
+                self._size += round_up(size, ALIGNMENT)
+
+    def run(self, q: Any, at: dict[str, int], out: Any, out_at: int) -> Any:
+        """Make a call on the current stream; ``at`` has the addresses of q, k and v, and is added to."""
+        kind = self._attend._kind
+        if kind.current_device() != self.device:
+            with kind.on_device(self.device):
+                return self.run(q, at, out, out_at)
+        # Kept until the end: what a framework's allocator gets back, it gives away in the order of the stream.
+        _workspace, base = kind.empty(q, max(self._size, 1), "uint8")
+        for name, offset in self._offsets.items():
+            at[name] = base + offset
+        self._quantize.launch(at, kind.stream(self.device))
+        q_parts = at["q_payload"], at["q_scales"], 0
+        k_parts = at["k_payload"], at["k_scales"], at["k_mean"]
+        v_parts = at["v_payload"], at["v_scales"], at["v_mean"]
+        return self._attend.run_at(q, q_parts, k_parts, v_parts, out, out_at)
+
+
+def workspace_parts(x: QuantizedTensor) -> dict[str, int]:
+    """The arrays of a tensor that `cuflash.quantize` would make, and their bytes."""
+    batch, seq, heads, dim = x.sizes
+    parts = {
+        "payload": batch * heads * padded(dim) * (TILE * tiles(seq) if x.role == "v" else seq),
+        "scales": 4 * batch * heads * tiles(seq),
+    }
+    return parts if x.role == "q" else parts | {"mean": 4 * batch * heads * padded(dim)}
+
+
 def plan_for(call: QuantizedCall, key: Hashable | None) -> QuantizedPlan:
     """Plan a checked call, and enter the plan into the table under its key."""
     check_quantized_gpu(call)
-    kind, device = call.kind, call.q.device
-    if kind.current_device() == device:
-        plan = make_plan(call)
-    else:
-        with kind.on_device(device):
-            plan = make_plan(call)
+    plan = make_plan(call)
     if key is not None:
         jit.keep(jit.QUANTIZED_PLANS, key, plan, jit.MAX_PLANS)
+    return plan
+
+
+def quantizing_plan_for(foreseen: Foreseen, key: Hashable | None) -> QuantizingPlan:
+    """The same of a call of arrays."""
+    call, sources = foreseen
+    assert sources is not None
+    check_device(call.q.device)
+    check_placed(sources.operands.values())
+    check_sizes(call)
+    tensors = {"q": call.q, "k": call.k, "v": call.v}
+    plan = QuantizingPlan(quantize_plan.make_plan(sources), make_plan(call), tensors)
+    if key is not None:
+        jit.keep(jit.QUANTIZING_PLANS, key, plan, jit.MAX_PLANS)
     return plan
 
 

@@ -223,7 +223,7 @@ def remove(gpu: FakeGpu) -> None:
     """Give CuPy its own allocator back; the rest is the monkeypatch's."""
     if gpu.cupy is not None:
         gpu.cupy.cuda.set_allocator(gpu.cupy.get_default_memory_pool().malloc)
-    for table in (jit.PLANS, jit.BACKWARD_PLANS, jit.QUANTIZE_PLANS, jit.QUANTIZED_PLANS):
+    for table in (jit.PLANS, jit.BACKWARD_PLANS, jit.QUANTIZE_PLANS, jit.QUANTIZED_PLANS, jit.QUANTIZING_PLANS):
         table.clear()
 
 

@@ -185,7 +185,7 @@ def test_equal_calls_are_hits(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> 
     def cold(*_: Any, **__: Any) -> Any:
         raise AssertionError("the cold path")
 
-    for name in ("check_quantized", "request_for", "make_request"):
+    for name in ("check_quantized", "request_for", "foresee"):
         monkeypatch.setattr(quantized_attention, name, cold)
     monkeypatch.setattr(quantized_plan, "plan_for", cold)
     monkeypatch.setattr(jit, "kernel_for", cold)
