@@ -202,6 +202,53 @@ def test_equal_calls_are_hits(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> 
     assert second[0].traits == first[0].traits and second[0].addresses != first[0].addresses
 
 
+def test_equal_calls_that_quantize_are_hits(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their plans know everything but addresses: of other arrays they give what those hold."""
+    options: dict[str, Any] = {"causal": True, "return_lse": True, "precision": "fp8"}
+    first, second = draw(), [2 * x for x in draw()]
+    expected = [cuflash.attention(*arrays, **options, out_dtype="float32") for arrays in (first, second)]
+    cuflash.attention(*map(gpu.array, first), **options)
+
+    def cold(*_: Any, **__: Any) -> Any:
+        raise AssertionError("the cold path")
+
+    for name in ("check_quantized", "request_for", "foresee", "quantize_qkv"):
+        monkeypatch.setattr(quantized_attention, name, cold)
+    for name in ("device_compute_capability", "device_properties", "multiprocessors"):
+        monkeypatch.setattr(driver, name, cold)
+    for arrays, right in zip((first, second, first), (*expected, expected[0]), strict=True):
+        assert_close(gpu, cuflash.attention(*map(gpu.array, arrays), **options), right)
+    assert len(jit.QUANTIZING_PLANS) == 1
+    monkeypatch.undo()
+
+
+def test_calls_that_quantize_have_plans_of_their_own(gpu: FakeGpu) -> None:
+    arrays = draw(dims=(64, 64))
+    q, k, v = map(gpu.array, arrays)
+    odd = np.zeros(q.size + 1, np.float16)[1:].reshape(q.shape)
+    odd[:] = arrays[0]
+    calls: list[tuple[list[Any], dict[str, Any]]] = [
+        ([q, k, v], {}),
+        ([gpu.array(odd), k, v], {}),
+        ([q, k, v], {"causal": "top_left"}),
+        ([q, k, v], {"scale": 0.5}),
+        ([q, k, v], {"return_lse": True}),
+        ([q, k, v], {"out_dtype": "bfloat16"}),
+        ([q, k, v], {"out": gpu.array(np.zeros(q.shape, np.float16))}),
+        ([gpu.array(x.swapaxes(1, 2)) for x in arrays], {"layout": "bhsd"}),
+        ([gpu.array(x.astype(ml_dtypes.bfloat16)) for x in arrays], {}),
+        ([gpu.array(x, device=1) for x in arrays], {}),
+    ]
+    for number, (operands, options) in enumerate(calls, 1):
+        for _ in range(2):
+            out = cuflash.attention(*operands, precision="fp8", **{"causal": True} | options)
+        assert len(jit.QUANTIZING_PLANS) == number
+        options = {"causal": True} | options | {"out": None, "return_lse": False}
+        out = out[0] if isinstance(out, tuple) else out
+        expected = cuflash.attention(*(gpu.host(x) for x in operands), precision="fp8", **options)
+        np.testing.assert_allclose(gpu.host(out).astype(np.float32), expected.astype(np.float32), rtol=1e-2, atol=2e-3)
+
+
 def test_everything_that_matters_is_in_the_key(gpu: FakeGpu) -> None:
     arrays = draw(dims=(64, 64))
     q8, k8, v8 = cuflash.quantize_qkv(*map(gpu.array, arrays))
