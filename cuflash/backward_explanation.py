@@ -64,7 +64,10 @@ class BackwardCall:
             return cls(request, None, None, False)
         target = target_of(forward, arch)
         launches = forward.rows > 0 and forward.seqlen_k > 0
-        plan = unloaded_plan(request, problems_for(request, target.name)) if launches else None
+        plan = None
+        if launches:
+            device = device_of(forward, target, planned=arch is not None)
+            plan = unloaded_plan(request, problems_for(request, target.name), device.multiprocessors)
         return cls(request, target, plan, arch is not None)
 
     def explain(self, *, compile: bool) -> Explanation:
@@ -118,7 +121,7 @@ class BackwardCall:
         config, padded_rows = cast(MainConfig, main.loaded.config), first.blocks * ROW_TILE
         assert plan.workspace is not None
         sizes = jit.sizes_of(self.request.forward)
-        grid = backward_grid(main.loaded.problem, config, sizes, self.request.deterministic)
+        grid = backward_grid(main.loaded.problem, config, sizes, device.multiprocessors, self.request.deterministic)
         return BackwardSchedule(
             block_n=config.block_n,
             section=grid.section,
@@ -129,7 +132,7 @@ class BackwardCall:
         )
 
 
-def unloaded_plan(request: BackwardRequest, problems: Sequence[AttentionProblem]) -> BackwardPlan:
+def unloaded_plan(request: BackwardRequest, problems: Sequence[AttentionProblem], multiprocessors: int) -> BackwardPlan:
     """The plan of a call by kernels without code: it has grids and workspace, and can launch nothing.
 
     Raises
@@ -143,4 +146,4 @@ def unloaded_plan(request: BackwardRequest, problems: Sequence[AttentionProblem]
         config = kernels.select_config(problem)
         kernel = driver.Kernel(0, kernels.symbol(problem, config), request.device, no_code)
         stand_ins.append(jit.LoadedKernel(kernel, problem, config, no_code, "memory"))
-    return plan_with(request, *stand_ins)
+    return plan_with(request, multiprocessors, *stand_ins)

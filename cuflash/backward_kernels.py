@@ -82,12 +82,19 @@ class BackwardGrid(NamedTuple):
 
     ``section`` key/value heads run side by side before the next ones begin, the first key tiles of all of them first:
     under a causal mask these are the longest.
+
+    With a ``turn_shift``, blocks of Hopper kernels that add to sums of dQ in turns follow each other through the query
+    tiles: of ``turn_group`` neighbours each starts that many query tiles after the one before it (Qiang et al., DASH:
+    Deterministic Attention Scheduling for High-throughput Reproducible LLM Training, 2026). They wait for each other,
+    so all of them must find room at the same time; blocks are started in order.
     """
 
     m_tiles: int
     n_tiles: int
     section: int
     blocks: int
+    turn_group: int
+    turn_shift: int
 
     @property
     def last_section(self) -> int:
@@ -96,51 +103,39 @@ class BackwardGrid(NamedTuple):
 
 
 def backward_grid(
-    problem: AttentionProblem, config: MainConfig, sizes: tuple[int, int, int, int], deterministic: bool
+    problem: AttentionProblem,
+    config: MainConfig,
+    sizes: tuple[int, int, int, int],
+    multiprocessors: int,
+    deterministic: bool,
 ) -> BackwardGrid:
     """Thread blocks of a backward call, in the order in which they start.
 
     A section is as many heads as have their Q, dO and sums of dQ in the L2 cache together. Without a mask all tiles are
     alike, and one head at a time keeps these the longest; but where tiles of the Ampere-style kernel add in turns,
-    those of many heads side by side wait for each other less.
+    those of many heads side by side wait for each other less. Groups of blocks that wait for each other run together.
 
     Parameters
     ----------
     problem : AttentionProblem
     config : BackwardConfig, BackwardSm90Config or BackwardWideConfig
     sizes : (batch * query heads, query heads for each key/value head, query length, key length)
+    multiprocessors : int
     deterministic : bool
     """
     batch_heads, group, seqlen_q, seqlen_k = sizes
     heads = batch_heads // group
-    section = 1
-    if problem.mask == "causal" or (deterministic and isinstance(config, BackwardConfig)):
+    m_tiles, n_tiles = -(-seqlen_q // config.block_m), -(-seqlen_k // config.block_n)
+    section, turn_group, turn_shift = 1, n_tiles, 0
+    if deterministic and problem.mask == "full" and not isinstance(config, BackwardConfig):
+        # Two query tiles apart, since passing a turn on takes longer than a step.
+        turn_group = max(1, min(n_tiles, m_tiles // 2, multiprocessors))
+        turn_shift = max(1, m_tiles // turn_group)
+        section = multiprocessors // turn_group
+    elif deterministic or problem.mask == "causal":
         row_bytes = 2 * (problem.head_dim + problem.head_dim_v) + 4 * problem.head_dim
         section = max(1, L2_SECTION_BYTES // (group * seqlen_q * row_bytes))
-    n_tiles = -(-seqlen_k // config.block_n)
-    return BackwardGrid(-(-seqlen_q // config.block_m), n_tiles, min(section, heads), n_tiles * heads)
-
-
-class TurnOrder(NamedTuple):
-    """How blocks of the Hopper kernels come to the query tiles to which they add in turns.
-
-    ``group`` key tiles of a head add to a query tile before the next as many do. Each block of a group starts ``shift``
-    query tiles after the one before it, so that they follow each other through all of them and hardly wait: Qiang et
-    al., DASH: Deterministic Attention Scheduling for High-throughput Reproducible LLM Training, 2026. All blocks of a
-    group must run at the same time: blocks are started in order, and no group has more of them than there are
-    multiprocessors. With a shift of 0 all start alike and add in the order in which they were started.
-    """
-
-    group: int
-    shift: int
-
-    @classmethod
-    def of(cls, problem: AttentionProblem, grid: BackwardGrid, multiprocessors: int, deterministic: bool) -> TurnOrder:
-        """Under a causal mask blocks start alike: those of later keys have fewer query tiles, the last ones."""
-        if problem.mask == "causal" or not deterministic:
-            return cls(grid.n_tiles, 0)
-        group = min(grid.n_tiles, grid.m_tiles, multiprocessors)
-        return cls(group, grid.m_tiles // group)
+    return BackwardGrid(m_tiles, n_tiles, min(section, heads), n_tiles * heads, turn_group, turn_shift)
 
 
 def problems_beside(forward: AttentionProblem, target: str) -> tuple[AttentionProblem, ...]:

@@ -69,7 +69,7 @@ BACKWARD_SM90 = ParameterBlock(
         Field("turns", POINTER, "null: dQ is summed in any order"),
         *_MAIN,
         Field("turn_group", FAST_DIV, "key tiles that add in turns together"),
-        Field("turn_shift", I32, "query tiles from the first one of a block to that of the next; 0: all begin alike"),
+        Field("turn_shift", I32, "query tiles from where a block starts to where the next does; 0: all start alike"),
     ),
     per_launch=9,
 )

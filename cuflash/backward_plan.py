@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from . import driver, jit
 from .backward_config import BackwardConfig, MainConfig
-from .backward_kernels import BackwardGrid, TurnOrder, backward_grid, problems_for
+from .backward_kernels import BackwardGrid, backward_grid, problems_for
 from .backward_params import BACKWARD_DQ, BACKWARD_ROWS, BACKWARD_SM80, BACKWARD_SM90
 from .backward_request import BackwardRequest
 from .errors import UnsupportedError
@@ -178,16 +178,21 @@ def make_plan(request: BackwardRequest) -> BackwardPlan:
     if forward.rows == 0 or forward.seqlen_k == 0:
         return BackwardPlan(request)
     arch = jit.device_arch(request.device)
+    multiprocessors = driver.multiprocessors(request.device)
     return plan_with(
-        request, *(jit.kernel_for(problem, request.device) for problem in problems_for(request, arch.name))
+        request,
+        multiprocessors,
+        *(jit.kernel_for(problem, request.device) for problem in problems_for(request, arch.name)),
     )
 
 
-def plan_with(request: BackwardRequest, first: LoadedKernel, main: LoadedKernel, last: LoadedKernel) -> BackwardPlan:
+def plan_with(
+    request: BackwardRequest, multiprocessors: int, first: LoadedKernel, main: LoadedKernel, last: LoadedKernel
+) -> BackwardPlan:
     """Plan a GPU call that launches three kernels, which must be those for its problems."""
     forward, config = request.forward, main.config
     assert isinstance(config, MainConfig)
-    grid = backward_grid(main.problem, config, jit.sizes_of(forward), request.deterministic)
+    grid = backward_grid(main.problem, config, jit.sizes_of(forward), multiprocessors, request.deterministic)
     row_tiles = grid.m_tiles * config.block_m // ROW_TILE
     blocks_first = forward.batch * forward.heads * row_tiles
     if max(blocks_first, grid.blocks) > MAX_BLOCKS:
@@ -203,7 +208,7 @@ def plan_with(request: BackwardRequest, first: LoadedKernel, main: LoadedKernel,
     }
     launches = (
         Launch(first, blocks_first, BACKWARD_ROWS.pack_tail(common | _strides(request, "dout", "out", "lse", "dlse"))),
-        Launch(main, grid.blocks, _main_tail(request, main, grid)),
+        Launch(main, grid.blocks, _main_tail(request, config, grid)),
         _last_launch(request, last, blocks_first * (ROW_TILE // 16), common),
     )
     workspace = Workspace.of(blocks_first * ROW_TILE, forward.head_dim, request.deterministic)
@@ -215,13 +220,11 @@ def _last_launch(request: BackwardRequest, last: LoadedKernel, row_blocks: int, 
     return Launch(last, -(-row_blocks // (last.config.threads // 32)), BACKWARD_DQ.pack_tail(values))
 
 
-def _main_tail(request: BackwardRequest, main: LoadedKernel, grid: BackwardGrid) -> bytes:
+def _main_tail(request: BackwardRequest, config: MainConfig, grid: BackwardGrid) -> bytes:
     values = _main_values(request, grid)
-    if isinstance(main.config, BackwardConfig):
+    if isinstance(config, BackwardConfig):
         return BACKWARD_SM80.pack_tail(values | _strides(request, "dout", "q", "k", "v", "dk", "dv"))
-    multiprocessors = driver.multiprocessors(request.device)
-    order = TurnOrder.of(main.problem, grid, multiprocessors, request.deterministic)
-    return BACKWARD_SM90.pack_tail(values | {"turn_group": fast_div(order.group), "turn_shift": order.shift})
+    return BACKWARD_SM90.pack_tail(values | {"turn_group": fast_div(grid.turn_group), "turn_shift": grid.turn_shift})
 
 
 def _geometry(request: BackwardRequest, config: MainConfig) -> tuple[TensorGeometry, ...]:

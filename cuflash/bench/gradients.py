@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from .. import backward_plan, jit
+from .. import backward_plan, driver, jit
 from ..backward_kernels import problems_beside
 from ..backward_request import BackwardRequest
 from ..checks import make_request
@@ -52,7 +52,8 @@ def ours_sm80(case: Case, of: Saved, target: str) -> Contestant:
     forward = make_request(of[1:4], None, causal=case.causal, scale=None, layout="bshd", return_lse=False)
     request = BackwardRequest.of_call(forward, deterministic=False)
     problems = problems_beside(case.problem(target), target)
-    plan = backward_plan.plan_with(request, *(jit.kernel_for(problem, request.device) for problem in problems))
+    loaded = (jit.kernel_for(problem, request.device) for problem in problems)
+    plan = backward_plan.plan_with(request, driver.multiprocessors(request.device), *loaded)
     assert plan.workspace is not None
     workspace = cupy.empty(plan.workspace.floats, dtype="float32")
     inputs = (*(array.data.ptr for array in (of.q, of.k, of.v, of.dout, of.out, of.lse)), 0)

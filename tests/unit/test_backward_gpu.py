@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,8 +13,8 @@ import cuflash
 from cuflash import backward_plan, jit, kernels, params
 from cuflash.arch import ARCHES
 from cuflash.arch.backward import BACKWARD
-from cuflash.backward_config import BackwardConfig
-from cuflash.backward_kernels import HOPPER, backward_grid
+from cuflash.backward_config import BackwardConfig, BackwardSm90Config, BackwardWideConfig
+from cuflash.backward_kernels import HOPPER, BackwardGrid, backward_grid
 from cuflash.backward_params import BACKWARD_DQ, BACKWARD_ROWS, BACKWARD_SM80
 from cuflash.backward_plan import Workspace
 from cuflash.problem import AttentionProblem
@@ -233,7 +234,7 @@ def problem(mask: str = "full", d: int = 128) -> AttentionProblem:
 def test_the_grid_has_a_block_for_each_key_tile(sizes: tuple[int, ...], mask: str, deterministic: bool) -> None:
     config = kernels.select_config(problem(mask))
     assert isinstance(config, BackwardConfig)
-    grid = backward_grid(problem(mask), config, sizes, deterministic)  # type: ignore[arg-type]
+    grid = backward_grid(problem(mask), config, sizes, 132, deterministic)  # type: ignore[arg-type]
     batch_heads, group, seqlen_q, seqlen_k = sizes
     heads = batch_heads // group
     assert grid.blocks == heads * -(-seqlen_k // config.block_n) and grid.m_tiles == -(-seqlen_q // config.block_m)
@@ -241,6 +242,65 @@ def test_the_grid_has_a_block_for_each_key_tile(sizes: tuple[int, ...], mask: st
     if mask == "full" and not deterministic:
         assert grid.section == 1
     assert grid.section == 1 or grid.section * group * seqlen_q * 1024 <= kernels.L2_SECTION_BYTES
+
+
+class Block:
+    """A block of the Hopper kernel: the query tiles to which it adds, and when it may (`KeyTile` in the templates)."""
+
+    def __init__(
+        self, grid: BackwardGrid, config: BackwardSm90Config | BackwardWideConfig, key_tile: int, offset: int | None
+    ) -> None:
+        self.grid, self.key_tile = grid, key_tile
+        first_query = 0 if offset is None else max(0, key_tile * config.block_n - offset)
+        begin, end = min(first_query // config.block_m, grid.m_tiles), grid.m_tiles
+        self.place = key_tile % grid.turn_group
+        start = end - 1 + grid.turn_shift * self.place
+        start -= end - begin if start >= end else 0
+        self.path = [m if (m := start - j) >= begin else m + end - begin for j in range(end - begin)]
+
+    def turn(self, m: int) -> int:
+        grid = self.grid
+        if grid.turn_shift == 0:
+            return self.key_tile
+        group_start = self.key_tile - self.place
+        size = min(grid.turn_group, grid.n_tiles - group_start)
+        first = min(size, -(-(m + 1) // grid.turn_shift))
+        return group_start + (self.place - first if self.place >= first else size - first + self.place)
+
+
+@pytest.mark.parametrize("d", [64, 128, 256])
+@pytest.mark.parametrize("mask", ["full", "causal"])
+def test_blocks_that_add_in_turns_never_wait_in_a_circle(d: int, mask: str) -> None:
+    """Blocks are started in order, as many as there are multiprocessors; each adds to a query tile a step."""
+    p = AttentionProblem(d, d, "bfloat16", mask, 16, False, "sm_90a", "backward")  # type: ignore[arg-type]
+    config = kernels.select_config(p)
+    assert isinstance(config, (BackwardSm90Config, BackwardWideConfig))
+    draw = random.Random(d)
+    for _ in range(60):
+        seqlen_q, seqlen_k, multiprocessors = draw.randint(1, 2500), draw.randint(1, 2500), draw.randint(1, 12)
+        heads = draw.randint(1, 3)
+        offset = draw.choice((0, seqlen_k - seqlen_q)) if mask == "causal" else None
+        grid = backward_grid(p, config, (heads, 1, seqlen_q, seqlen_k), multiprocessors, deterministic=True)
+        assert grid.turn_shift == 0 or grid.section * grid.turn_group <= multiprocessors
+        for first in range(0, heads, grid.section):
+            here = range(first, min(heads, first + grid.section))
+            waiting = [(h, Block(grid, config, i, offset)) for i in range(grid.n_tiles) for h in here]
+            waiting = [(h, block) for h, block in waiting if block.path]
+            added = {(h, m): 0 for h in here for m in range(grid.m_tiles)}
+            running: list[tuple[int, Block, list[int]]] = []
+            while waiting or running:
+                while waiting and len(running) < multiprocessors:
+                    h, block = waiting.pop(0)
+                    running.append((h, block, list(block.path)))
+                may = [x for x in running if added[x[0], x[2][0]] == x[1].turn(x[2][0])]
+                assert may, (seqlen_q, seqlen_k, multiprocessors, offset)
+                assert len({(h, path[0]) for h, _, path in may}) == len(may)
+                for h, _, path in may:
+                    added[h, path.pop(0)] += 1
+                running = [x for x in running if x[2]]
+            seen_by = {m: sum(m in block.path for block in (Block(grid, config, i, offset) for i in range(grid.n_tiles))
+                              if block.path) for m in range(grid.m_tiles)}  # fmt: skip
+            assert all(added[h, m] == seen_by[m] for h, m in added)
 
 
 @pytest.mark.parametrize("changes", [
