@@ -11,7 +11,7 @@ import numpy as np
 from .arrays import CPU, Kind, kind_of
 from .errors import UnsupportedError
 from .fp8 import Float8, format_of
-from .fp8_layout import IMAGE, ROWS, TILE, by_head, image_shape, pack_image, padded, tiles, unpack_image
+from .fp8_layout import IMAGE, ROWS, TILE, by_head, image_shape, pack_image, padded, tiles
 from .request import AXES
 
 __all__ = ["QuantizedTensor", "Role"]
@@ -181,26 +181,29 @@ class QuantizedTensor:
         return self.payload.view(_float8(self.payload, self.dtype))[..., : self.head_dim]
 
     def to_rows(self) -> QuantizedTensor:
-        """The same numbers with the payload in rows: a copy of V's, on the host; itself if it is in rows already."""
+        """The same numbers with the payload in rows: a copy of V's, where it is; itself if it is in rows already."""
         if self.storage == ROWS:
             return self
         batch, seq, heads, dim = self.sizes
-        codes = unpack_image(self._host(self.payload))
-        rows = codes.reshape(batch, heads, -1, padded(dim))[:, :, :seq].transpose(by_head(self.layout))
-        return replace(self, payload=self._like(rows), storage=ROWS)
+        order = np.argsort(_image_order(padded(dim)))
+        codes = self.payload[..., order].reshape(batch, heads, tiles(seq) * TILE, padded(dim))[:, :, :seq]
+        rows, _ = self.kind.empty(self.payload, (*self.shape[:3], padded(dim)), "uint8")
+        rows[...] = codes.swapaxes(1, 2) if self.layout == "bshd" else codes
+        return replace(self, payload=rows, storage=ROWS)
 
     def to_image(self) -> QuantizedTensor:
-        """The same numbers with V's payload as the kernels read it: a copy on the host; itself if it is so already."""
+        """The same numbers with V's payload as the kernels read it: a copy, where it is; itself if it is so already."""
         if self.storage == IMAGE:
             return self
         if self.role != "v":
             raise ValueError(f"the role is {self.role!r}; only V is stored as {IMAGE!r}")
         batch, seq, heads, dim = self.sizes
-        rows = self._host(self.payload).transpose(by_head(self.layout))
-        codes = np.zeros((batch, heads, tiles(seq) * TILE, rows.shape[3]), np.uint8)
-        codes[:, :, :seq] = rows
-        images = pack_image(codes.reshape(batch, heads, -1, TILE, rows.shape[3]))
-        return replace(self, payload=self._like(images.reshape(image_shape(batch, heads, seq, dim))), storage=IMAGE)
+        codes, _ = self.kind.empty(self.payload, (batch, heads, tiles(seq) * TILE, padded(dim)), "uint8")
+        codes[:, :, :seq] = self.payload.swapaxes(1, 2) if self.layout == "bshd" else self.payload
+        codes[:, :, seq:] = 0
+        images, _ = self.kind.empty(self.payload, image_shape(batch, heads, seq, dim), "uint8")
+        images[...] = codes.reshape(images.shape)[..., _image_order(padded(dim))]
+        return replace(self, payload=images, storage=IMAGE)
 
     def to_host(self) -> QuantizedTensor:
         """The same in NumPy arrays; copies what is on a GPU, after all work that is queued for it."""
@@ -234,6 +237,11 @@ class QuantizedTensor:
         made, _ = self.kind.empty(self.payload, values.shape, values.dtype.name)
         self.kind.numpy(made)[...] = values
         return made
+
+
+def _image_order(columns: int) -> Array:
+    """For each byte of an image, where it stands in a tile of rows."""
+    return pack_image(np.arange(TILE * columns).reshape(TILE, columns))
 
 
 def _kind(name: str, x: Any) -> Kind:

@@ -92,7 +92,7 @@ def check_quantized_gpu(call: QuantizedCall) -> None:
     if call.v.storage != IMAGE:
         raise UnsupportedError(
             f"v is stored as {call.v.storage!r}; the GPU kernels take {IMAGE!r}, which cuflash.quantize(v, role='v') "
-            "makes; v.to_host().to_image() makes it of rows"
+            "makes; v.to_image() makes it of rows, once"
         )
     check_sizes(call)
 

@@ -169,7 +169,7 @@ def dtype_name(name: str, dtype: Any) -> str:
     TypeError
         Not a floating-point type that attention is defined for.
     UnsupportedError
-        fp8, which no kernel takes yet.
+        fp8, which comes with scales.
     """
     known = _names.get(dtype)
     if known is not None:
@@ -180,7 +180,10 @@ def dtype_name(name: str, dtype: Any) -> str:
     if plain.startswith(FLOAT8):
         from ..errors import UnsupportedError
 
-        raise UnsupportedError(f"{name} has dtype {plain}; fp8 is not supported yet: cast it to bfloat16 or float16")
+        raise UnsupportedError(
+            f"{name} has dtype {plain}, whose scales are not known: take it over by cuflash.QuantizedTensor."
+            "from_float8, or cast it to bfloat16 or float16"
+        )
     hint = ": cast it"
     if plain in ("uint16", "int16"):
         hint = f"; if it holds bfloat16, say so: {name}.view(ml_dtypes.bfloat16) or {name}.view(torch.bfloat16)"

@@ -210,6 +210,34 @@ def test_out_is_written_where_it_is(dims: tuple[int, int]) -> None:
         assert np.isnan(to_host(around)[outside].astype(np.float32)).all()
 
 
+@pytest.mark.parametrize("layout", ["bshd", "bhsd"])
+def test_codes_from_elsewhere(torch: Any, layout: str) -> None:
+    """torch's 8-bit tensors with scales of their owner, V in rows; on the GPU throughout."""
+    lengths = (200, 300, 300)
+    shapes = [(2, n, 2, 64) if layout == "bshd" else (2, 2, n, 64) for n in lengths]
+    codes = [torch.randn(shape, device="cuda").to(torch.float8_e4m3fn) for shape in shapes]
+    tensors = [
+        cuflash.QuantizedTensor.from_float8(x, 0.5 + i, role=role, layout=layout)  # type: ignore[arg-type]
+        for i, (x, role) in enumerate(zip(codes, "qkv", strict=True))
+    ]
+    q8, k8, v8 = tensors[0], tensors[1], tensors[2].to_image()
+    out = cuflash.attention(q8, k8, v8, causal=True)
+    real = [(x.float() * (0.5 + i)).cpu().numpy().astype(np.float64) for i, x in enumerate(codes)]
+    q, k, v = (swap_layout(x) if layout == "bshd" else x for x in real)
+    expected, _ = oracle(q, k, v, causal="bottom_right")
+    found = out.float().cpu().numpy().astype(ml_dtypes.bfloat16)
+    baseline = rounding_probabilities(Real(q, k, v, 0 * v[:, :, 0]), "bottom_right", 0.125, found.dtype)
+    judge(swap_layout(found) if layout == "bshd" else found, expected, baseline)
+    assert torch.equal(v8.to_rows().payload, tensors[2].payload)
+
+
+def test_images_are_made_on_the_gpu() -> None:
+    v8 = cuflash.quantize(to_device(host_qkv((1, 300), (2, 2), (64, 70))[2]), role="v")
+    rows = v8.to_rows()
+    np.testing.assert_array_equal(rows.to_host().payload, v8.to_host().to_rows().payload)
+    np.testing.assert_array_equal(rows.to_image().to_host().payload, v8.to_host().payload)
+
+
 def test_nothing_to_compute() -> None:
     for lengths in ((0, 10), (10, 0)):
         out, lse = cuflash.attention(*quantize(host_qkv(lengths, (2, 2), (128, 128))), return_lse=True)

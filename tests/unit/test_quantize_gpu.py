@@ -124,6 +124,5 @@ def test_refused(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_is_done_on_the_host_says_so(gpu: FakeGpu) -> None:
     v8 = cuflash.quantize(gpu.array(draw()[2]), role="v")
-    for call in (v8.dequantize, v8.to_rows):
-        with pytest.raises(cuflash.UnsupportedError, match=r"on cuda:0; this is done on the host: take to_host\(\)"):
-            call()
+    with pytest.raises(cuflash.UnsupportedError, match=r"on cuda:0; this is done on the host: take to_host\(\)"):
+        v8.dequantize()
