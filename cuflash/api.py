@@ -39,10 +39,10 @@ def attention(
     q : array (B, Nq, Hq, D)
     k : array (B, Nk, Hk, D)
     v : array (B, Nk, Hk, Dv)
-        CuPy or NumPy arrays, torch tensors (CUDA or CPU), JAX arrays or other arrays with ``__dlpack__``; all of one
-        kind, dtype and device. float16 or bfloat16, on the CPU also float32 and float64. D and Dv from 1 to 256; any
-        strides, none copied; any extent but D and Dv may be 0. Hq is a multiple of Hk: query head h uses key/value head
-        h // (Hq / Hk).
+        CuPy or NumPy arrays, torch tensors (CUDA or CPU), JAX arrays or other arrays with ``__dlpack__``, or three
+        `cuflash.QuantizedTensor`, whose layout is the call's; all of one kind, dtype and device. float16 or bfloat16,
+        on the CPU also float32 and float64. D and Dv from 1 to 256; any strides, none copied; any extent but D and Dv
+        may be 0. Hq is a multiple of Hk: query head h uses key/value head h // (Hq / Hk).
     causal : False, True, "bottom_right" or "top_left"
         True and "bottom_right": query i sees keys j <= i + Nk - Nq. "top_left": j <= i.
     scale : float, optional
@@ -55,7 +55,8 @@ def attention(
         Receives the result: of the inputs' kind, dtype and device, with the output's shape, any strides, sharing no
         memory with the inputs.
     precision : None or "fp8"
-        "fp8": quantize q, k and v on the way, as `cuflash.quantize_qkv` does by default. float64 is not for that.
+        "fp8": quantize q, k and v on the way, as `cuflash.quantize_qkv` does by default; on Hopper GPUs and on the CPU,
+        without gradients. float64 is not for that.
     out_dtype : "float16", "bfloat16" or (on the CPU) "float32", optional
         Of the result, where the operands are quantized: that of what was quantized unless given.
 
