@@ -60,7 +60,8 @@ def attention_backward(
         As for `attention`.
     deterministic : bool
         Whether results must repeat bit for bit. On the CPU they always do, and those of k and v do everywhere; on a GPU
-        the sums of dq come in any order otherwise.
+        the sums of dq come in any order otherwise. On Hopper GPUs, without a mask, thread blocks on up to a quarter of
+        the multiprocessors then wait for each other: other kernels must leave them that many.
     grads : (dq, dk, dv), optional
         Arrays that receive the gradients: of the inputs' kind, dtype and device, with the shapes of q, k and v, any
         strides, sharing no memory with the inputs or each other.

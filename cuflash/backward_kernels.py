@@ -86,7 +86,8 @@ class BackwardGrid(NamedTuple):
     With a ``turn_shift``, blocks of Hopper kernels that add to sums of dQ in turns follow each other through the query
     tiles: of ``turn_group`` neighbours each starts that many query tiles after the one before it (Qiang et al., DASH:
     Deterministic Attention Scheduling for High-throughput Reproducible LLM Training, 2026). They wait for each other,
-    so all of them must find room at the same time; blocks are started in order.
+    so all of them must find room at the same time, and are started one right after the other: in a section the groups
+    in order, in each of them the heads.
     """
 
     m_tiles: int
@@ -127,15 +128,26 @@ def backward_grid(
     heads = batch_heads // group
     m_tiles, n_tiles = -(-seqlen_q // config.block_m), -(-seqlen_k // config.block_n)
     section, turn_group, turn_shift = 1, n_tiles, 0
-    if deterministic and problem.mask == "full" and not isinstance(config, BackwardConfig):
-        # Two query tiles apart, since passing a turn on takes longer than a step.
-        turn_group = max(1, min(n_tiles, m_tiles // 2, multiprocessors))
-        turn_shift = max(1, m_tiles // turn_group)
+    shifted = _turns(m_tiles, n_tiles, heads, multiprocessors)
+    if deterministic and problem.mask == "full" and not isinstance(config, BackwardConfig) and shifted:
+        turn_group, turn_shift = shifted
         section = multiprocessors // turn_group
     elif deterministic or problem.mask == "causal":
         row_bytes = 2 * (problem.head_dim + problem.head_dim_v) + 4 * problem.head_dim
         section = max(1, L2_SECTION_BYTES // (group * seqlen_q * row_bytes))
     return BackwardGrid(m_tiles, n_tiles, min(section, heads), n_tiles * heads, turn_group, turn_shift)
+
+
+def _turns(m_tiles: int, n_tiles: int, heads: int, multiprocessors: int) -> tuple[int, int] | None:
+    """Group and shift of the turns; None where groups of all heads together would leave multiprocessors idle.
+
+    Blocks are two query tiles apart, since passing a turn on takes longer than a step. A group that waits for room
+    holds what it has: so it is small beside the device, of which other work may have taken a part.
+    """
+    group = max(1, min(n_tiles, m_tiles // 2, multiprocessors // 4))
+    if group < n_tiles and group * heads < multiprocessors:
+        return None
+    return group, max(1, m_tiles // group)
 
 
 def problems_beside(forward: AttentionProblem, target: str) -> tuple[AttentionProblem, ...]:

@@ -115,6 +115,11 @@ class Sm90Config(ForwardConfig):
 
     def smem_sizes(self, problem: AttentionProblem) -> Sequence[tuple[str, int]]:
         """Q buffers (later the output's staging), K, V, softmax references, the published work tiles, mbarriers."""
+        if self.tma_store and self.q_stages == 1 and 16 * self.q_registers < problem.head_dim:
+            raise ValueError(
+                f"q_registers is {self.q_registers}; with tma_store and one Q buffer head dim {problem.head_dim} needs "
+                f"{-(-problem.head_dim // 16)}: O takes a buffer whose Q is not read again"
+            )
         pitch_k, pitch_v = pitches(problem)
         pitch_q = max(pitch_k, pitch_v) if self.tma_store else pitch_k
         # A pair for each published work tile and for each stage of K and of V; each consumer's part of each Q buffer

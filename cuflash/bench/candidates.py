@@ -33,7 +33,7 @@ def candidates(problem: AttentionProblem, table: KernelConfig) -> Iterator[Kerne
 
 def sm90_candidates(problem: AttentionProblem, table: Sm90Config) -> Iterator[Sm90Config]:
     """Tiles, stages and Q buffers; a single one only where two leave no room, or registers hold all of Q."""
-    for block_m, block_n, stages in product((128, 192), range(64, 177, 16), (2, 3)):
+    for block_m, block_n, stages in product((128, 192), range(48, 177, 16), (2, 3)):
         tile = replace(table, block_m=block_m, block_n=block_n, stages=stages)
         buffered = [replace(tile, q_stages=n, tma_store=n > 1, q_registers=0) for n in (3, 2, 1)]
         fitting = [config for config in buffered if smem_fits(problem, config)]

@@ -95,31 +95,60 @@ class FreeRequest(Structure):
     _fields_ = (*HEAD, ("context", c_void_p), ("size", c_size_t), ("data", c_void_p))
 
 
+class MessageRequest(Structure):
+    """XLA_FFI_Error_GetMessage_Args, later GetDetails."""
+
+    _fields_ = (*HEAD, ("error", c_void_p), ("message", c_char_p))
+
+
 Function = CFUNCTYPE(c_void_p, c_void_p)
 """Of the table: a request in, None or an error out."""
+AN_ERROR = 1
+"""The address of an error, which only the table would read."""
 
 
 class Table:
     """The functions that a handler calls back. Scratch memory comes from CuPy's pool, which keeps to the stream."""
 
     def __init__(self) -> None:
-        self.error = ""
+        self.error = b""
+        self.raised: Exception | None = None
         self._scratch: dict[int, Any] = {}
         named: dict[int, Callable[[int], int | None]] = {
             0: self._create_error,
+            1: self._message,
+            2: self._destroy_error,
             4: self._stream,
             9: self._allocate,
             10: self._free,
             17: self._ordinal,
         }  # places in XLA_FFI_Api
-        self._functions = {place: Function(function) for place, function in named.items()}
+        self._functions = {place: Function(self._guarded(function)) for place, function in named.items()}
         self.api = Api(sizeof(Api), None, Version(sizeof(Version), None, 0, 4), None)
         for place, function in self._functions.items():
             self.api.functions[place] = cast(function, c_void_p).value
 
+    def _guarded(self, function: Callable[[int], int | None]) -> Callable[[int], int | None]:
+        """What a function raises is kept for `FfiCall`, and is an error to the handler."""
+
+        def answer(request: int) -> int | None:
+            try:
+                return function(request)
+            except Exception as error:
+                self.raised, self.error = error, str(error).encode()
+                return AN_ERROR
+
+        return answer
+
     def _create_error(self, request: int) -> int:
-        self.error = ErrorRequest.from_address(request).message.decode(errors="replace")
-        return 1  # an error's address, which only this table would read
+        self.error = ErrorRequest.from_address(request).message
+        return AN_ERROR
+
+    def _message(self, request: int) -> None:
+        MessageRequest.from_address(request).message = self.error
+
+    def _destroy_error(self, request: int) -> None:
+        """An error is no object."""
 
     def _stream(self, request: int) -> None:
         import cupy
@@ -140,7 +169,7 @@ class Table:
         self._scratch[memory.ptr] = memory
 
     def _free(self, request: int) -> None:
-        del self._scratch[FreeRequest.from_address(request).data]
+        self._scratch.pop(FreeRequest.from_address(request).data or 0, None)
 
 
 class FfiCall:
@@ -181,7 +210,9 @@ class FfiCall:
 
     def __call__(self) -> None:
         if self._handler(self._frame):
-            raise RuntimeError(f"the handler says: {self._table.error}")
+            raise RuntimeError(
+                f"the handler says: {self._table.error.decode(errors='replace')}"
+            ) from self._table.raised
 
     def _keep(self, thing: Any) -> int:
         self._kept.append(thing)

@@ -1,8 +1,7 @@
 """FlashAttention-3 in the build that the package dew-flash-attn-cu13 ships (sm_90a; `hopper/` of flash-attention).
 
 The package's own interface is JAX's; here its handlers are called directly, on the memory and in the stream that
-everybody uses. The forward pass always writes the LSE; the backward pass has fp32 dQ filled with zeros by a kernel of
-the port's own.
+everybody uses. The forward pass always writes the LSE. The build has no kernels for clusters of thread blocks.
 """
 
 from __future__ import annotations
@@ -25,12 +24,18 @@ HEAD_DIMS = (64, 128, 192, 256)
 
 
 def available() -> bool:
-    """Whether the package is installed, beside a GPU that its kernels are made for."""
+    """Whether the package is installed and can be loaded, beside a GPU that its kernels are made for."""
     if importlib.util.find_spec(PACKAGE) is None:
         return False
     import cupy
 
-    return bool(cupy.cuda.Device().compute_capability == COMPUTE_CAPABILITY)
+    if cupy.cuda.Device().compute_capability != COMPUTE_CAPABILITY:
+        return False
+    try:
+        _library()
+    except (ImportError, OSError):
+        return False
+    return True
 
 
 def reason_against(case: Case) -> str:
@@ -71,7 +76,8 @@ def _empty_lse(case: Case) -> Any:
 @functools.cache
 def _library() -> Any:
     spec = importlib.util.find_spec(PACKAGE)
-    assert spec is not None and spec.origin is not None
+    if spec is None or spec.origin is None:
+        raise ImportError(f"{PACKAGE} is not installed")
     return load_library(str(Path(spec.origin).with_name(LIBRARY)))
 
 

@@ -88,9 +88,17 @@ def flash3_peer(case: Case, of: Saved) -> Contestant | Refusal:
     reason = flash3.reason_against(case)
     if reason:
         return Refusal(flash3.NAME, reason)
-    into = flash3.backward(case, (*of[1:4], of.dout))
-    call = into([cupy.empty_like(array) for array in of[1:4]])
-    return refusal(flash3.NAME, call) or Contestant(flash3.NAME, call, lambda: written(of, lambda g: into(g)()))
+    made: list[Any] = []
+
+    def attempt() -> None:
+        into = flash3.backward(case, (*of[1:4], of.dout))
+        made[:] = [into, into([cupy.empty_like(array) for array in of[1:4]])]
+        made[1]()
+
+    def results() -> dict[str, Any]:
+        return written(of, lambda grads: made[0](grads)())
+
+    return refusal(flash3.NAME, attempt) or Contestant(flash3.NAME, made[1], results)
 
 
 def torch_peer(name: str, case: Case, of: Saved) -> Contestant | Refusal:

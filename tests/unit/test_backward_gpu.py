@@ -271,25 +271,31 @@ class Block:
 @pytest.mark.parametrize("d", [64, 128, 256])
 @pytest.mark.parametrize("mask", ["full", "causal"])
 def test_blocks_that_add_in_turns_never_wait_in_a_circle(d: int, mask: str) -> None:
-    """Blocks are started in order, as many as there are multiprocessors; each adds to a query tile a step."""
+    """Blocks are started in order, as many as find room, all of a group at least; each adds to a query tile a step."""
     p = AttentionProblem(d, d, "bfloat16", mask, 16, False, "sm_90a", "backward")  # type: ignore[arg-type]
     config = kernels.select_config(p)
     assert isinstance(config, (BackwardSm90Config, BackwardWideConfig))
     draw = random.Random(d)
     for _ in range(60):
-        seqlen_q, seqlen_k, multiprocessors = draw.randint(1, 2500), draw.randint(1, 2500), draw.randint(1, 12)
-        heads = draw.randint(1, 3)
+        seqlen_q, seqlen_k, multiprocessors = draw.randint(1, 2500), draw.randint(1, 2500), draw.randint(1, 40)
+        heads = draw.randint(1, 6)
         offset = draw.choice((0, seqlen_k - seqlen_q)) if mask == "causal" else None
         grid = backward_grid(p, config, (heads, 1, seqlen_q, seqlen_k), multiprocessors, deterministic=True)
-        assert grid.turn_shift == 0 or grid.section * grid.turn_group <= multiprocessors
+        assert grid.turn_shift == 0 or grid.turn_group <= max(1, multiprocessors // 4)
+        room = draw.choice((multiprocessors, grid.turn_group if grid.turn_shift else 1))
         for first in range(0, heads, grid.section):
             here = range(first, min(heads, first + grid.section))
-            waiting = [(h, Block(grid, config, i, offset)) for i in range(grid.n_tiles) for h in here]
+            groups = [range(grid.n_tiles)[i : i + grid.turn_group] for i in range(0, grid.n_tiles, grid.turn_group)]
+            if grid.turn_shift:
+                order = [(h, i) for group in groups for h in here for i in group]
+            else:
+                order = [(h, i) for i in range(grid.n_tiles) for h in here]
+            waiting = [(h, Block(grid, config, i, offset)) for h, i in order]
             waiting = [(h, block) for h, block in waiting if block.path]
             added = {(h, m): 0 for h in here for m in range(grid.m_tiles)}
             running: list[tuple[int, Block, list[int]]] = []
             while waiting or running:
-                while waiting and len(running) < multiprocessors:
+                while waiting and len(running) < room:
                     h, block = waiting.pop(0)
                     running.append((h, block, list(block.path)))
                 may = [x for x in running if added[x[0], x[2][0]] == x[1].turn(x[2][0])]

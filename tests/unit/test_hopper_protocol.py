@@ -764,3 +764,19 @@ def test_the_barriers_are_those_that_were_modelled() -> None:
     }  # fmt: skip
     assert "return min_int(tile.steps - min_int(tile.steps, max_int(1, needed)), kStages - 1);" in text
     assert "if (j == min_int(1, steps - 1)) {" in text
+    for line in (  # conditions, parities and first positions, which names alone do not tell
+        "constexpr bool kOneBuffer = kQStages == 1 && kTmaStore;",
+        "constexpr bool kAcross = kQStages > 1 || kOneBuffer;",
+        "if constexpr (kAcross) run_across();",
+        "if (!kAcross && j == 1) let_queries_pass();",
+        "if (kOneBuffer) mbarrier_wait(smem.q_empty(0, warpgroup), buffer.phase);",
+        "{ if (kOneBuffer && elected) mbarrier_arrive(smem.q_empty(0, warpgroup)); }",
+        "if (!kTmaStore && last && elected) mbarrier_arrive(smem.q_empty(q_buffer, warpgroup));",
+        "RingPosition<kQStages> buffer{0, 1};",
+        "RingPosition<kStages> stage{0, 1};",
+        "RingPosition<kStages> k_stage{0, 0}, v_stage{0, 0};",
+    ):
+        assert text.count(line) == 1, line
+    staged = text.index("stage_output_chunks<kBf16, kBlockM, kColumnsOut>(")
+    announced = text.index("mbarrier_arrive(smem.o_full(buffer.index, warpgroup))")
+    assert staged < text.index("async_proxy_fence();", staged) < announced
