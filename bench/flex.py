@@ -42,7 +42,7 @@ def flex(case: Case, arrays: list[Any]) -> Contestant:
         with torch.no_grad():
             return compiled(q, k, v, block_mask=mask)
 
-    return Contestant(FLEX, call, lambda: cupy.from_dlpack(call().transpose(1, 2).float()))
+    return Contestant(FLEX, call, lambda: {"out": cupy.from_dlpack(call().transpose(1, 2).float())})
 
 
 def measure() -> list[list[object]]:
@@ -54,7 +54,7 @@ def measure() -> list[list[object]]:
         arrays = pool.arrays(case)
         cudnn = torch_peer("cudnn", case, arrays)
         taking = [ours(case, arrays), flex(case, arrays)] + ([cudnn] if isinstance(cudnn, Contestant) else [])
-        errors = accuracy.errors({one.name: one.output() for one in taking}, arrays[:3], True, xp)
+        errors = accuracy.errors({one.name: one.results()["out"] for one in taking}, arrays[:3], True, xp)
         times = device_times({one.name: one.call for one in taking}, ROUNDS, CupyTimer())
         ratio = times[FLEX].median / times[OURS].median
         cells = [f"{case.tflops(times[one.name].median):.0f}" if one.name in times else "-" for one in taking]

@@ -8,7 +8,7 @@ from unittest import mock
 
 import numpy as np
 
-from cuflash import backward_plan, jit, kernels
+from cuflash import backward_plan, driver, jit, kernels
 from cuflash.arch import ARCHES
 from cuflash.backward import _check
 from cuflash.backward_config import BackwardConfig
@@ -91,6 +91,7 @@ def _plan(request: BackwardRequest, arch: str, config: BackwardConfig | None) ->
         kernels.use_family("backward_sm80"),
         mock.patch.object(jit, "kernel_for", side_effect=load),
         mock.patch.object(jit, "device_arch", return_value=ARCHES[arch]),
+        mock.patch.object(driver, "multiprocessors", return_value=132),
     ):
         return backward_plan.make_plan(request)
 

@@ -251,9 +251,10 @@ def test_repeats_beside_other_work(d: int, causal: bool) -> None:
     import cupy as cp
 
     call, other = draw((1100, 1024), (8, 2), (d, d), causal=causal), draw((333, 500), (8, 8), (d, d), causal=causal)
-    first = call.run(deterministic=True)
+    exact = call.run(deterministic=True)[0]
+    first = call.run()  # dK and dV of the deterministic mode may be summed in another order
     other.run()
-    bound = 2.0**-7 * float(abs(to_host(first[0]).astype(np.float32)).max())
+    bound = 2.0**-7 * float(abs(to_host(exact).astype(np.float32)).max())
     stream, neighbour = (cp.cuda.Stream(non_blocking=True) for _ in range(2))
     different = cp.zeros((), cp.int64)
     cp.cuda.Device().synchronize()
@@ -264,7 +265,7 @@ def test_repeats_beside_other_work(d: int, causal: bool) -> None:
             dq, *rest = call.run()
             for again, right in zip(rest, first[1:], strict=True):
                 different += (again.view(np.uint16) != right.view(np.uint16)).sum()
-            different += (~(abs(_widened(dq) - _widened(first[0])) <= bound)).sum()
+            different += (~(abs(_widened(dq) - _widened(exact)) <= bound)).sum()
     cp.cuda.Device().synchronize()
     assert int(different) == 0
 

@@ -236,19 +236,7 @@ EARLY_RELEASE = {
             "            stage_output_chunks<",
         ),
     ),
-    "Q": (
-        Mutation("", "        let_next_queries_in();\n", ""),
-        Mutation(
-            "",
-            "        receive_queries(buffer);\n",
-            "        mbarrier_wait(smem.q_full(0, warpgroup), 0); let_next_queries_in(); test_delay(1);\n"
-            "        receive_queries(buffer);\n",
-        ),
-    ),
-    "last O": (Mutation("", "if (kOneBuffer) mbarrier_wait(smem.q_empty(0, warpgroup), buffer.phase);", ""),),
 }  # fmt: skip
-ONE_BUFFER = ("Q", "last O")
-"""Those that need a kernel whose O leaves through its only Q buffer."""
 
 
 def copied(x: Array, copies: int) -> Array:
@@ -343,7 +331,6 @@ def test_delays_change_no_bit(variant: Variant, use: Use) -> None:
         pytest.param(kernel(d, d, "bfloat16", mask, *delays("true"), *mutations), id=f"{what}-d{d}")
         for d, mask in ((128, "full"), (64, "causal"))
         for what, mutations in EARLY_RELEASE.items()
-        if what not in ONE_BUFFER or d == 128
     ],
 )
 def test_a_buffer_that_is_released_early_is_seen(variant: Variant, use: Use) -> None:

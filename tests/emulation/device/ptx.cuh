@@ -107,6 +107,10 @@ DEVICE float quad_max(float x) {
     x = max_f32(x, emulation::shuffle_xor(x, 1));
     return max_f32(x, emulation::shuffle_xor(x, 2));
 }
+DEVICE int quad_max_s32(int x) {   // bits travel as those of floats
+    x = max_int(x, float_bits(emulation::shuffle_xor(bits_float(x), 1)));
+    return max_int(x, float_bits(emulation::shuffle_xor(bits_float(x), 2)));
+}
 DEVICE float quad_sum(float x) {
     x += emulation::shuffle_xor(x, 1);
     return x + emulation::shuffle_xor(x, 2);
