@@ -141,9 +141,9 @@ def backward_grid(
 def _turns(m_tiles: int, n_tiles: int, heads: int, multiprocessors: int) -> tuple[int, int] | None:
     """Group and shift of the turns; None where groups of all heads together would leave multiprocessors idle.
 
-    Blocks are two query tiles apart: passing a turn on takes longer than a step, and what one has read and added to must
-    still lie in the L2 cache for the next. A group that waits for room holds what it has: so it is small beside the
-    device, of which other work may have taken a part.
+    Blocks are two query tiles apart: passing a turn on takes longer than a step, and what one has read and added to
+    must still lie in the L2 cache for the next. A group that waits for room holds what it has: so it is small beside
+    the device, of which other work may have taken a part.
     """
     group = max(1, min(n_tiles, m_tiles // 2, multiprocessors // 4))
     if group < n_tiles and group * heads < multiprocessors:
