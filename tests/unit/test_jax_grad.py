@@ -447,7 +447,11 @@ def test_inputs_that_are_donated_or_dropped_at_once() -> None:
         (lambda q, k, v: (q[:, :, :3], k, v), ValueError, "q has 3 heads and k and v have 2"),
         (lambda q, k, v: (q, k.astype(jnp.float16), v), TypeError, "q has dtype float32 and k float16"),
         (lambda q, k, v: [x.astype(jnp.int32) for x in (q, k, v)], TypeError, "q has dtype int32; accepted are"),
-        (lambda q, k, v: [x.astype(jnp.float8_e5m2) for x in (q, k, v)], cuflash.UnsupportedError, "float8_e5m2, whose scales are not known"),
+        (
+            lambda q, k, v: [x.astype(jnp.float8_e5m2) for x in (q, k, v)],
+            cuflash.UnsupportedError,
+            "float8_e5m2, whose scales",
+        ),
         (lambda q, k, v: [jnp.zeros((1, 2, 2, 257))] * 3, cuflash.UnsupportedError, "q has head dim 257"),
         (lambda q, k, v: (q, np.ones(k.shape), v), TypeError, "q is a JAX array and k a NumPy array; all arrays of"),
     ],
