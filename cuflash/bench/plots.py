@@ -111,8 +111,8 @@ def speed_figure(rows: Sequence[Row], title: str, environment: Record) -> Any:
     handles, labels = panels[0][0].get_legend_handles_labels()
     figure.suptitle(f"Attention {title}", fontsize=14, x=0.01, ha="left", weight="bold")
     figure.legend(
-        handles[::-1], labels[::-1], loc="outside upper right", ncols=len(labels), frameon=False, fontsize=10,
-        handlelength=1.5, columnspacing=1.4,
+        handles[::-1], labels[::-1], loc="outside upper right", ncols=len(labels), frameon=False, fontsize=8.5,
+        handlelength=1.3, columnspacing=1.1, handletextpad=0.5,
     )  # fmt: skip
     figure.supxlabel(caption(environment), fontsize=8, color=MUTED, x=0.01, ha="left")
     return figure
