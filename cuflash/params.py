@@ -139,6 +139,19 @@ FORWARD_SM80 = ParameterBlock(
     per_launch=5,
 )
 
+_WORK_TILES = (
+    *stride_fields("out", ("batch", "seq", "head")),
+    Field("heads", FAST_DIV, "query heads"),
+    Field("group", FAST_DIV, "query heads per key/value head"),
+    Field("section_tiles", FAST_DIV, "query tiles of a section's heads"),
+    Field("section", FAST_DIV, "query heads that share the L2"),
+    Field("last_section", FAST_DIV, "query heads of the last section"),
+    Field("batch_heads", I32, "batch * query heads"),
+    Field("m_tiles", I32, "query tiles of a head"),
+    Field("tiles", I32, "query tiles of all heads"),
+)
+"""What the persistent kernels share: where outputs lie, and how work tiles are numbered."""
+
 FORWARD_FP8_SM90 = ParameterBlock(
     (
         *(Field(f"{tensor}_map", TENSOR_MAP, "") for tensor in ("q", "k", "out")),
@@ -149,15 +162,7 @@ FORWARD_FP8_SM90 = ParameterBlock(
         Field("out", POINTER, ""),
         Field("lse", POINTER, "null: not wanted"),
         Field("tile_counter", POINTER, "null: static order"),
-        *stride_fields("out", ("batch", "seq", "head")),
-        Field("heads", FAST_DIV, "query heads"),
-        Field("group", FAST_DIV, "query heads per key/value head"),
-        Field("section_tiles", FAST_DIV, "query tiles of a section's heads"),
-        Field("section", FAST_DIV, "query heads that share the L2"),
-        Field("last_section", FAST_DIV, "query heads of the last section"),
-        Field("batch_heads", I32, "batch * query heads"),
-        Field("m_tiles", I32, "query tiles of a head"),
-        Field("tiles", I32, "query tiles of all heads"),
+        *_WORK_TILES,
         Field("kv_heads", I32, "key/value heads"),
         Field("q_tiles", I32, "scales of a head of Q"),
         Field("k_tiles", I32, "scales of a head of K, and of V"),
@@ -175,15 +180,7 @@ FORWARD_SM90 = ParameterBlock(
         Field("out", POINTER, ""),
         Field("lse", POINTER, "null: not wanted"),
         Field("tile_counter", POINTER, "null: static order"),
-        *stride_fields("out", ("batch", "seq", "head")),
-        Field("heads", FAST_DIV, "query heads"),
-        Field("group", FAST_DIV, "query heads per key/value head"),
-        Field("section_tiles", FAST_DIV, "query tiles of a section's heads"),
-        Field("section", FAST_DIV, "query heads that share the L2"),
-        Field("last_section", FAST_DIV, "query heads of the last section"),
-        Field("batch_heads", I32, "batch * query heads"),
-        Field("m_tiles", I32, "query tiles of a head"),
-        Field("tiles", I32, "query tiles of all heads"),
+        *_WORK_TILES,
         Field("seqlen_q", I32, ""),
         Field("seqlen_k", I32, ""),
         Field("causal_offset", I32, "query i sees keys j <= i + causal_offset"),
