@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from .config import ELEMENT_BYTES, PITCH_STEP, KernelConfig, pitches, round_up
+from .config import ELEMENT_BYTES, PITCH_STEP, KernelConfig, StreamConfig, pitches, round_up
 from .problem import AttentionProblem
 from .sm90_config import WARPGROUP, WARPGROUP_ROWS
 
@@ -239,19 +239,11 @@ MainConfig = BackwardConfig | HopperConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BackwardRowsConfig(KernelConfig):
+class BackwardRowsConfig(StreamConfig):
     """The first kernel of the backward pass, which reads each row of dO and of the output once."""
 
     family: ClassVar[str] = "backward_rows"
     threads: int = field(default=128)
-
-    @property
-    def ctas(self) -> int:
-        return 1
-
-    @property
-    def label(self) -> str:
-        return f"t{self.threads}"
 
     @property
     def summary(self) -> str:

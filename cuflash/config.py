@@ -117,6 +117,19 @@ class ForwardConfig(KernelConfig):
         """Warps that compute; each owns ``block_m / warps`` rows, a multiple of 16."""
 
 
+@dataclass(frozen=True, kw_only=True, init=False, repr=False, eq=False)
+class StreamConfig(KernelConfig):
+    """A kernel that reads its operands once: nothing but threads to choose."""
+
+    @property
+    def ctas(self) -> int:
+        return 1
+
+    @property
+    def label(self) -> str:
+        return f"t{self.threads}"
+
+
 def pitches(problem: AttentionProblem) -> tuple[int, int]:
     """Bytes of a row of K (and Q) and of V in shared memory."""
     k, v = (round_up(dim, PITCH_STEP) * ELEMENT_BYTES for dim in (problem.head_dim, problem.head_dim_v))

@@ -8,7 +8,7 @@ from itertools import product
 from typing import ClassVar
 
 from .arch import ARCHES
-from .config import KernelConfig, pitches
+from .config import KernelConfig, StreamConfig, pitches
 from .cpu_quantize import PARTIALS, SAMPLE
 from .fp8_layout import TILE
 from .kernels import TMA_TARGETS, KernelFamily
@@ -78,7 +78,7 @@ class QuantizeConfig(KernelConfig):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class QuantizeMeansConfig(KernelConfig):
+class QuantizeMeansConfig(StreamConfig):
     """The kernel before the quantizer, which reads a sample of K and V."""
 
     family: ClassVar[str] = "quantize_means"
@@ -86,14 +86,6 @@ class QuantizeMeansConfig(KernelConfig):
     partials: ClassVar[int] = PARTIALS
 
     threads: int = field(default=256)
-
-    @property
-    def ctas(self) -> int:
-        return 1
-
-    @property
-    def label(self) -> str:
-        return f"t{self.threads}"
 
     @property
     def summary(self) -> str:
@@ -105,19 +97,11 @@ class QuantizeMeansConfig(KernelConfig):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class QuantizeLseConfig(KernelConfig):
+class QuantizeLseConfig(StreamConfig):
     """The kernel before attention whose LSE is wanted: what the mean of K adds to it."""
 
     family: ClassVar[str] = "quantize_lse"
     threads: int = field(default=128)
-
-    @property
-    def ctas(self) -> int:
-        return 1
-
-    @property
-    def label(self) -> str:
-        return f"t{self.threads}"
 
     @property
     def summary(self) -> str:
