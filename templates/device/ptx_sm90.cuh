@@ -3,6 +3,13 @@
 #pragma once
 #include "device/ptx.cuh"
 
+// Read anew where it is used, as thread_index is.
+DEVICE int block_index() {
+    int b;
+    asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(b));
+    return b;
+}
+
 // ---- tensor maps (the driver's opaque descriptor, in the kernel's parameters)
 
 struct alignas(64) TensorMap { unsigned char bytes[128]; };
