@@ -8,7 +8,7 @@ from . import counters, driver, jit, kernels
 from .fp8_sm90_config import TILE, Fp8Sm90Config
 from .jit import LoadedKernel, TensorGeometry
 from .params import FORWARD_FP8_SM90, fast_div
-from .problem import AttentionProblem, Dtype
+from .problem import AttentionProblem, Dtype, InputDtype
 from .request import FOLDED_SCALES, LOG2_E, TMA_TILE_ROWS
 
 TARGET = "sm_90a"
@@ -30,6 +30,8 @@ class Fp8Call(NamedTuple):
     scale : float
     q_strides, k_strides, out_strides : tuple of int
         Along (batch, seq, heads), in bytes; multiples of 16. ``out`` has rows of ``head_dim_v`` columns.
+    dtypes : tuple of str
+        Of Q, K and V.
     """
 
     batch: int
@@ -45,10 +47,12 @@ class Fp8Call(NamedTuple):
     q_strides: tuple[int, int, int]
     k_strides: tuple[int, int, int]
     out_strides: tuple[int, int, int]
+    dtypes: tuple[InputDtype, InputDtype, InputDtype] = ("float8_e4m3fn", "float8_e4m3fn", "float8_e4m3fn")
 
     @property
     def problem(self) -> AttentionProblem:
         """The kernel that serves the call."""
+        q, k, v = self.dtypes
         return AttentionProblem(
             head_dim=self.head_dim,
             head_dim_v=self.head_dim_v,
@@ -57,7 +61,9 @@ class Fp8Call(NamedTuple):
             access_bytes=16,
             scale_first=not FOLDED_SCALES[0] <= self.scale * LOG2_E <= FOLDED_SCALES[1],
             arch=TARGET,
-            input_dtype="float8_e4m3fn",
+            input_dtype=q,
+            k_dtype=k if k != q else None,
+            v_dtype=v if v != q else None,
         )
 
 

@@ -192,6 +192,8 @@ def symbol(problem: AttentionProblem, config: KernelConfig) -> str:
     if problem.head_dim_v != problem.head_dim:
         parts.append(f"dv{problem.head_dim_v}")
     parts += [{"float16": "f16", "bfloat16": "bf16"}[problem.dtype], problem.mask]
+    if set(problem.formats) - {"e4m3"}:
+        parts.append("".join(problem.formats))
     if problem.access_bytes != 16:
         parts.append(f"a{problem.access_bytes}")
     if problem.scale_first:
@@ -322,6 +324,8 @@ def _shipped_fp8_problems(arch: str) -> Iterator[AttentionProblem]:
         base = AttentionProblem(d, d, "bfloat16", mask, 16, False, arch, input_dtype="float8_e4m3fn")
         yield replace(base, scale_first=True)
         yield replace(base, one_level=True)
+        yield replace(base, input_dtype="float8_e5m2")
+        yield replace(base, k_dtype="float8_e5m2", v_dtype="float8_e5m2")
 
 
 def variants_by_length(problem: AttentionProblem) -> Iterator[AttentionProblem]:

@@ -180,7 +180,7 @@ MEANS = ParameterBlock(
 
 LSE_SHIFT = ParameterBlock(
     (
-        Field("q", POINTER, "e4m3 in rows"),
+        Field("q", POINTER, "codes in rows"),
         Field("q_scales", POINTER, "float32 (batch, heads, tiles)"),
         Field("k_mean", POINTER, "float32 (batch, key/value heads, head_dim)"),
         Field("shift", POINTER, "float32 (batch, heads, queries)"),
@@ -190,6 +190,7 @@ LSE_SHIFT = ParameterBlock(
         Field("group", FAST_DIV, "query heads per key/value head"),
         Field("kv_heads", I32, "key/value heads"),
         Field("seqlen", I32, "queries"),
+        Field("e5m2", I32, "0: e4m3"),
         Field("scale", F32, ""),
     ),
     per_launch=4,

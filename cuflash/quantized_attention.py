@@ -273,7 +273,7 @@ class _Named(NamedTuple):
 def _check_fellow(q: QuantizedTensor, x: QuantizedTensor, name: str) -> None:
     if x.kind is not q.kind:
         raise TypeError(f"q is of {q.kind.LABEL}s and {name} of {x.kind.LABEL}s; all must be of one kind")
-    for what in ("device", "layout", "dtype"):
+    for what in ("device", "layout"):
         mine, other = getattr(q, what), getattr(x, what)
         if mine != other:
             raise ValueError(f"q has {what} {mine!r} and {name} has {other!r}; all must have the same")

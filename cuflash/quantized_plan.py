@@ -11,7 +11,7 @@ from .arrays import Operand
 from .checks import MAX_LENGTH, check_placed
 from .config import round_up
 from .errors import UnsupportedError
-from .fp8 import E4M3
+from .fp8 import E5M2
 from .fp8_layout import IMAGE, TILE, padded, tiles
 from .fp8_plan import TARGET, Fp8Addresses, Fp8Call, Fp8Plan
 from .jit import span
@@ -79,10 +79,6 @@ def check_quantized_gpu(call: QuantizedCall) -> None:
     """
     check_device(call.q.device)
     for name, x in (("q", call.q), ("k", call.k), ("v", call.v)):
-        if x.dtype != E4M3.name:
-            raise UnsupportedError(
-                f"{name} has dtype {x.dtype}; the GPU kernels take {E4M3.name}: quantize it with dtype={E4M3.name!r}"
-            )
         if any(address % TMA_BYTES for address in x.addresses):
             raise ValueError(
                 f"{name} has arrays at {', '.join(map(hex, x.addresses))}; on the GPU these must be multiples of "
@@ -315,6 +311,7 @@ def fp8_call(call: QuantizedCall) -> Fp8Call:
         q_strides=_payload_strides(call.q),
         k_strides=_payload_strides(call.k),
         out_strides=_written_strides(call),
+        dtypes=(call.q.dtype, call.k.dtype, call.v.dtype),
     )
 
 
@@ -330,6 +327,7 @@ def shift_launch(call: QuantizedCall, loaded: LoadedKernel) -> Launch:
             "group": fast_div(heads // heads_k),
             "kv_heads": heads_k,
             "seqlen": seq,
+            "e5m2": int(call.q.dtype == E5M2.name),
             "scale": call.scale,
         }
     )

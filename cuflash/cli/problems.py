@@ -27,6 +27,8 @@ def add_problem_options(parser: argparse._ActionsContainer) -> None:
         "--scale-first", action="store_true", help="the variant for scales that are 0, negative or extreme"
     )
     parser.add_argument("--input-dtype", choices=INPUT_DTYPES, help="type of quantized Q, K and V")
+    parser.add_argument("--k-dtype", choices=INPUT_DTYPES, help="type of quantized K where it is another")
+    parser.add_argument("--v-dtype", choices=INPUT_DTYPES, help="type of quantized V where it is another")
     parser.add_argument("--one-level", action="store_true", help="of these, the variant for V without a mean")
     parser.add_argument("--short", action="store_true", help="the variant for few queries, where there is one")
 
@@ -57,6 +59,8 @@ def problem_from(args: argparse.Namespace, arch: str) -> AttentionProblem:
         short=args.short,
         input_dtype=args.input_dtype,
         one_level=args.one_level,
+        k_dtype=args.k_dtype,
+        v_dtype=args.v_dtype,
     )
 
 

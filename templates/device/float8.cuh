@@ -26,8 +26,15 @@ DEVICE u32 pack_float8(float a, float b, float c, float d) {
     return encode_float8<kE5m2>(a) | encode_float8<kE5m2>(b) << 8 | encode_float8<kE5m2>(c) << 16 | encode_float8<kE5m2>(d) << 24;
 }
 
-// The number of one e4m3 code. Its exponent and mantissa are read as those of a float, whose bias is larger by 120.
-DEVICE float decode_e4m3(u32 code) {
+// The number of one code. e5m2 is the upper half of a float16; of e4m3, exponent and mantissa are read as those of a float, whose bias is
+// larger by 120.
+template <bool kE5m2>
+DEVICE float decode_float8(u32 code) {
+    if constexpr (kE5m2) {
+        float number, zero;
+        unpack_pair<false>(code << 8, number, zero);
+        return number;
+    }
     const float magnitude = (code & 0x7f) == 0x7f ? bits_float(0x7fc00000u) : bits_float((code & 0x7f) << 20) * 0x1p120f;
     return code & 0x80 ? -magnitude : magnitude;
 }

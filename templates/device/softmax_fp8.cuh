@@ -1,4 +1,4 @@
-// Online softmax in base 2 for products of e4m3, whose scores have a scale of their own for every key tile.
+// Online softmax in base 2 for products of 8-bit floats, whose scores have a scale of their own for every key tile.
 //
 // A row's reference is its exact maximum so far, in scaled units: log2 of a probability. P leaves the softmax as 2^kOffset times what it is
 // relative to that maximum, so that it spans the whole range of e4m3: the row's largest probability is 2^8, which e4m3 holds exactly, 448 is
@@ -11,7 +11,7 @@ constexpr float kOffset = 8.f;
 // From here on the rounding of score * factor would show in the probability: such rows multiply and subtract in two roundings, so that the
 // largest probability is 2^kOffset exactly again.
 constexpr float kLargeReference = 4096.f;
-// Scores are at most 2^18 D: a smaller factor would make them all 0, and masked ones NaN.
+// Scores are at most 2^32 D: a smaller factor would make them all 0, and masked ones NaN.
 constexpr float kSmallestFactor = 1e-37f;
 
 // A thread holds rows r = 0, 1 of its warp's 16; element e of column pair i is s[4*i + 2*r + e].

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import ml_dtypes
 import numpy as np
 
-from cuflash.fp8 import E4M3
+from cuflash.fp8 import FORMATS, Format
 from cuflash.fp8_layout import TILE, tiles, unpack_image
 from cuflash.request import LOG2_E
 
@@ -26,9 +26,9 @@ def _dense(address: int, shape: tuple[int, ...], dtype: type) -> np.ndarray:
     return _view(address, shape, np.empty(shape, dtype).strides, dtype)
 
 
-def _real(codes: np.ndarray, scales: np.ndarray) -> np.ndarray:
+def _real(codes: np.ndarray, scales: np.ndarray, form: Format) -> np.ndarray:
     """Of all rows of a head, without the mean."""
-    return E4M3.values().astype(np.float64)[codes] * np.repeat(scales, TILE)[: len(codes), None]
+    return form.values().astype(np.float64)[codes] * np.repeat(scales, TILE)[: len(codes), None]
 
 
 def _rows(launch: Launch, name: str, work: WorkTile) -> np.ndarray:
@@ -47,7 +47,12 @@ def _values(launch: Launch, head: int) -> np.ndarray:
     assert p["k_tiles"] == tiles(p["seqlen_k"])
     images = _dense(p["v"] + head * p["k_tiles"] * columns * TILE, (p["k_tiles"], columns * TILE), np.uint8)
     codes = unpack_image(images).reshape(-1, columns)[: p["seqlen_k"]]
-    return _real(codes, _scales(p["v_scale"], head, p["k_tiles"]))
+    return _real(codes, _scales(p["v_scale"], head, p["k_tiles"]), _formats(launch)[2])
+
+
+def _formats(launch: Launch) -> list[Format]:
+    """Of Q, K and V."""
+    return [FORMATS["float8_e5m2" if name == "e5m2" else "float8_e4m3fn"] for name in launch.loaded.problem.formats]
 
 
 def _scales(address: int, head: int, count: int) -> np.ndarray:
@@ -62,8 +67,9 @@ def run_tile(launch: Launch, work: WorkTile) -> None:
     first = work.m_tile * launch.loaded.config.block_m
     rows = np.arange(first, min(first + launch.loaded.config.block_m, p["seqlen_q"]))
     kv_head = work.batch * p["kv_heads"] + work.kv_head
-    q = _real(_rows(launch, "q", work), _scales(p["q_scale"], work.batch_head, p["q_tiles"]))[rows]
-    k = _real(_rows(launch, "k", work), _scales(p["k_scale"], kv_head, p["k_tiles"]))
+    form_q, form_k, _ = _formats(launch)
+    q = _real(_rows(launch, "q", work), _scales(p["q_scale"], work.batch_head, p["q_tiles"]), form_q)[rows]
+    k = _real(_rows(launch, "k", work), _scales(p["k_scale"], kv_head, p["k_tiles"]), form_k)
     v = _values(launch, kv_head)
     mean = np.zeros(problem.head_dim_v)
     if p["v_mean"]:
@@ -104,7 +110,8 @@ def run_lse(launch: Launch) -> None:
         codes = _view(address, (seqlen, dim), (p["q_seq_stride"], 1), np.uint8)
         kv_head = batch * p["kv_heads"] + head // group
         mean = _dense(p["k_mean"] + 4 * dim * kv_head, (dim,), np.float32)
-        shift = _real(codes, _scales(p["q_scales"], batch_head, count)) @ mean * p["scale"]
+        form = FORMATS["float8_e5m2" if p["e5m2"] else "float8_e4m3fn"]
+        shift = _real(codes, _scales(p["q_scales"], batch_head, count), form) @ mean * p["scale"]
         where = _view(p["shift"] + 4 * batch_head * seqlen, (seqlen,), (4,), np.float32)
         where[...] = np.where(np.isnan(shift), 0, shift)
 

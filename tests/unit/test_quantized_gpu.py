@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections.abc import Iterator
+from itertools import product
 from typing import Any
 
 import ml_dtypes
@@ -13,6 +14,7 @@ import pytest
 
 import cuflash
 from cuflash import driver, jit, quantized_attention, quantized_plan
+from cuflash.fp8 import FORMATS
 from tests.oracle import randn
 from tests.unit import fake_gpu
 from tests.unit.fake_gpu import FakeGpu
@@ -97,6 +99,22 @@ def test_shapes(gpu: FakeGpu, lengths: Any, dims: Any, heads: Any, causal: Any) 
     found = cuflash.attention(*map(gpu.array, arrays), causal=causal, scale=0.2, return_lse=True, precision="fp8")
     assert found[0].dtype == ml_dtypes.bfloat16 and found[0].flags.c_contiguous
     assert_close(gpu, found, expected)
+
+
+@pytest.mark.parametrize("forms", list(product(FORMATS, repeat=3)), ids=str)
+def test_formats(gpu: FakeGpu, forms: tuple[Any, Any, Any]) -> None:
+    """Any combination; also what the mean of K adds to the LSE depends on that of Q."""
+    arrays = draw(dims=(64, 64))
+    quantized = [
+        [cuflash.quantize(place(x), role=role, dtype=form) for x, role, form in zip(arrays, "qkv", forms, strict=True)]  # type: ignore[arg-type]
+        for place in (gpu.array, np.asarray)
+    ]
+    expected = cuflash.attention(*quantized[1], causal=True, return_lse=True, out_dtype="float32")
+    assert_close(gpu, cuflash.attention(*quantized[0], causal=True, return_lse=True), expected)
+    assert gpu.launches[-1].loaded.problem.formats == tuple(FORMATS[form].name[7:11] for form in forms)
+    explained = cuflash.explain(*quantized[0])
+    assert explained.kernel is not None
+    assert explained.kernel.problem == dataclasses.replace(gpu.launches[-1].loaded.problem, mask="full")
 
 
 @pytest.mark.parametrize("scale", [0.0, -0.3, 1e-35])
@@ -310,14 +328,12 @@ def test_other_gpus_are_refused_before_anything_is_done(gpu: FakeGpu) -> None:
 def test_refused(gpu: FakeGpu) -> None:
     q, k, v = (gpu.array(x) for x in draw())
     q8, k8, v8 = cuflash.quantize_qkv(q, k, v)
-    wide = cuflash.quantize_qkv(q, k, v, dtype="float8_e5m2")
     rows = dataclasses.replace(v8, storage="rows")
     short_mean = dataclasses.replace(k8, mean=k8.mean[:, :1])
     odd = dataclasses.replace(q8, scales=gpu.at(q8.scales.data.ptr + 4, q8.scales.shape, np.float32))
     part = gpu.at(v8.payload.data.ptr + 64, (2, 130, 4, 48))
     gpu.launches.clear()
     for operands, options, error, match in (
-        (wide, {}, cuflash.UnsupportedError, "q has dtype float8_e5m2; the GPU kernels take float8_e4m3fn: quantize"),
         ((q8, k8, rows), {}, cuflash.UnsupportedError, r"v is stored as 'rows'; .* v.to_image\(\) makes it"),
         ((q8, short_mean, v8), {}, ValueError, r"k has a mean of shape \(2, 1, 64\)"),
         ((dataclasses.replace(q8, mean=gpu.array(np.zeros((2, 4, 64), np.float32))), k8, v8), {}, ValueError,
