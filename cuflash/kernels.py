@@ -103,6 +103,10 @@ def family_named(name: str) -> KernelFamily:
         from .quantize_kernels import FAMILIES as QUANTIZE_FAMILIES
 
         return QUANTIZE_FAMILIES[name]
+    if name == "prepare":
+        from .prepare_kernels import FAMILIES as PREPARE_FAMILIES
+
+        return PREPARE_FAMILIES[name]
     from .backward_kernels import FAMILIES as BACKWARD_FAMILIES
 
     return BACKWARD_FAMILIES[name]

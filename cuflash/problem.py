@@ -12,10 +12,12 @@ DTYPES: tuple[Dtype, ...] = get_args(Dtype)
 INPUT_DTYPES: tuple[InputDtype, ...] = get_args(InputDtype)
 MASKS: tuple[Mask, ...] = get_args(Mask)
 Task = Literal[
-    "forward", "backward_rows", "backward", "backward_dq", "quantize_means", "quantize", "quantize_lse"
+    "forward", "backward_rows", "backward", "backward_dq", "quantize_means", "quantize", "quantize_lse", "prepare"
 ]  # fmt: skip
 TASKS: tuple[Task, ...] = get_args(Task)
-MASKLESS: tuple[Task, ...] = ("backward_rows", "backward_dq", "quantize_means", "quantize", "quantize_lse")
+MASKLESS: tuple[Task, ...] = (
+    "backward_rows", "backward_dq", "quantize_means", "quantize", "quantize_lse", "prepare",
+)  # fmt: skip
 
 MAX_HEAD_DIM = 256
 
@@ -36,16 +38,16 @@ class AttentionProblem:
         Both causal alignments are the same code: the offset is a run-time parameter.
     access_bytes : {16, 8, 4, 2}
         The widest global access that every pointer, stride and head dim allows. 2 is the scalar variant,
-        which also honours a stride on the last axis.
+        which also honours a stride on the last axis; of the task ``"prepare"``, whose elements are bytes, 1.
     scale_first : bool
         Multiply the scores by the scale before the softmax instead of folding it into the exponential: for
         scales that are zero, negative, or so small or large that their reciprocal is useless.
     arch : str
         Compile target, for example ``"sm_90"``. ``"sm_90a"`` has kernels of its own, which load by TMA.
-    task : {"forward", "backward_rows", "backward", "backward_dq", "quantize_means", "quantize", "quantize_lse"}
-        What the kernel computes: the forward pass; of the backward pass, the constants of the query rows, the
-        gradients, or dQ from its sums; of the quantizer, means or codes, or what the means add to the LSE. Those beside
-        the products know no mask: theirs is ``"full"``.
+    task : str
+        One of `TASKS`, what the kernel computes: the forward pass; of the backward pass, the constants of the query
+        rows, the gradients, or dQ from its sums; of the quantizer, means or codes, or what the means add to the LSE;
+        what kernels read of the caller's 8-bit arrays. Those beside the products know no mask: theirs is ``"full"``.
     short : bool
         There are few queries, and the tuning table has a row of its own for that.
     input_dtype : {"float8_e4m3fn", "float8_e5m2"}, optional
@@ -98,8 +100,9 @@ class AttentionProblem:
         for name, other in (("k_dtype", self.k_dtype), ("v_dtype", self.v_dtype)):
             if other is not None and (not self.input_dtype or other == self.input_dtype or other not in INPUT_DTYPES):
                 raise ValueError(f"{name} is {other!r}; accepted is None, or what input_dtype is not")
-        if self.access_bytes not in (16, 8, 4, 2):
-            raise ValueError(f"access_bytes is {self.access_bytes}; accepted are 16, 8, 4 and 2")
+        narrowest = 1 if self.task == "prepare" else 2
+        if self.access_bytes not in (16, 8, 4, narrowest):
+            raise ValueError(f"access_bytes is {self.access_bytes}; accepted are 16, 8, 4 and {narrowest}")
 
     @property
     def formats(self) -> tuple[str, ...]:

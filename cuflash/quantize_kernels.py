@@ -214,6 +214,9 @@ def shipped_problems(arch: str) -> Iterator[AttentionProblem]:
         for task in TASKS:
             yield AttentionProblem(d, dv, dtype, "full", 16, False, arch, task)
     if arch in TMA_TARGETS:  # there alone attention takes what was quantized
+        from .prepare_kernels import shipped_problems as shipped_prepare_problems
+
+        yield from shipped_prepare_problems(arch)
         for d in dict.fromkeys(d for d, _ in SHIPPED_HEAD_DIMS):
             yield lse_problem(d, arch)
 

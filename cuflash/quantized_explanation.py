@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any, cast
 
-from . import cost, driver, jit, kernels
+from . import cost, driver, jit, kernels, prepare_plan
 from .arch import ARCHES, Arch, arch_for
 from .arrays import CPU, GPU_DTYPES, Operand
 from .cost import DeviceModel, Schedule, Shape
@@ -21,14 +21,15 @@ from .explanation import (
     describe_kernel,
     device_model,
 )
+from .fp8 import E4M3
 from .fp8_layout import padded, tiles
 from .fp8_sm90_config import MOST_TWO_LEVEL, Fp8Sm90Config
 from .jit import LoadedKernel
 from .problem import AttentionProblem
 from .quantize_kernels import lse_problem
-from .quantize_plan import plan_with
-from .quantized_attention import OUT_DTYPES, Foreseen, QuantizedCall, foresee, is_quantized
-from .quantized_plan import check_device, check_quantized_gpu, fp8_call, refuse_other_gpus, workspace_parts
+from .quantize_plan import Sources, plan_with
+from .quantized_attention import OUT_DTYPES, Foreseen, QuantizedCall, check_foreseeable, foresee
+from .quantized_plan import check_device, check_quantized_gpu, fp8_call, refuse_other_gpus, workspace_of
 from .request import Request
 
 __all__ = ["explain_quantized"]
@@ -61,7 +62,7 @@ def explain_quantized(
     try:
         if backward:
             raise UnsupportedError("quantized operands have no gradients; explain the call without precision")
-        is_quantized(q, precision, out_dtype)
+        check_foreseeable(q, precision, options["scales"], out_dtype)
         foreseen = foresee(q, k, v, **options, out_dtype=out_dtype)
         explained = _Explained.of(foreseen, arch)
     except (ValueError, TypeError, UnsupportedError) as error:
@@ -101,7 +102,7 @@ class _Explained:
         ordinal = call.q.device
         if arch is not None:
             target = arch_for(ARCHES[arch].compute_capability)
-            if foreseen.sources is not None and call.q.source_dtype not in GPU_DTYPES:
+            if isinstance(foreseen.sources, Sources) and call.q.source_dtype not in GPU_DTYPES:
                 raise UnsupportedError(
                     f"q, k and v have dtype {call.q.source_dtype}; the GPU kernels take float16 and bfloat16: cast them"
                 )
@@ -162,22 +163,31 @@ class _Explained:
         return describe_kernel(problem, config, grid, schedule, hbm_bytes, self.device, compile=compile)
 
     def quantizing(self, device: DeviceModel, *, compile: bool) -> list[Kernel]:
-        """The kernels that make the codes, if the call does."""
+        """The kernels that make the codes, or what attention reads of the caller's, if the call does."""
         if (sources := self.foreseen.sources) is None:
             return []
-        plan = plan_with(sources, cast(Arch, self.target).name, device.multiprocessors, _unloaded)
+        arch = cast(Arch, self.target).name
+        if isinstance(sources, Sources):
+            launches, traffic = plan_with(sources, arch, device.multiprocessors, _unloaded).launches, self.traffic()
+        else:
+            launches = prepare_plan.plan_with(sources, arch, _unloaded).launches
+            traffic = {"prepare": prepare_plan.traffic(sources)}
+        return [
+            self.describe(
+                launch.loaded.problem, launch.blocks, None, traffic[launch.loaded.problem.task], compile=compile
+            )
+            for launch in launches
+        ]
+
+    def traffic(self) -> dict[str, int]:
+        """Of the quantizer's kernels."""
         traffic = {"quantize_means": 0, "quantize": 0}
         for x in (self.call.q, self.call.k, self.call.v):
             batch, seq, heads, dim = x.sizes
             traffic["quantize"] += batch * heads * (seq * (2 * dim + padded(dim)) + 4 * tiles(seq))
             if x.role != "q":
                 traffic["quantize_means"] += batch * heads * 2 * dim * min(seq, SAMPLE)
-        return [
-            self.describe(
-                launch.loaded.problem, launch.blocks, None, traffic[launch.loaded.problem.task], compile=compile
-            )
-            for launch in plan.launches
-        ]
+        return traffic
 
     def attending(self, device: DeviceModel, *, compile: bool) -> list[Kernel]:
         """The kernels that take the codes."""
@@ -208,10 +218,8 @@ class _Explained:
 
     def workspace_bytes(self) -> int:
         """Codes, scales and means that the call makes; the mean's share of the LSE; the padded result."""
-        call, total = self.call, 0
+        call, total = self.call, sum(workspace_of(self.foreseen).values())
         batch, seq, heads, _ = call.q.sizes
-        if self.foreseen.sources is not None:
-            total += sum(sum(workspace_parts(x).values()) for x in (call.q, call.k, call.v))
         total += 4 * batch * heads * seq if self.has_shift else 0
         if call.v.head_dim % 16:
             total += 2 * batch * heads * seq * padded(call.v.head_dim)
@@ -219,15 +227,20 @@ class _Explained:
 
     def notes(self) -> list[str]:
         """What quantizing costs in accuracy, and anything unusual."""
-        call, found = self.call, []
-        if self.foreseen.sources is not None:
+        call, found, sources = self.call, [], self.foreseen.sources
+        if isinstance(sources, Sources):
             found.append(
                 "q, k and v are quantized on the way, with a scale for every 128 tokens of a head, K and V centred"
             )
-        found += [EXACT, ACCURACY]
+        elif sources is not None:
+            copied = [f"; {role} is copied: TMA cannot take it as it is" for role in sources.copied]
+            found.append("v is transposed on the way, once for all query tiles" + "".join(copied))
+        found.append(EXACT)
+        if {x.dtype for x in (call.q, call.k, call.v)} == {E4M3.name}:
+            found.append(ACCURACY)
         if padded(call.v.head_dim) > MOST_TWO_LEVEL:
             found.append(ONE_LEVEL)
-        if self.foreseen.sources is None and call.v.mean is None:
+        if call.v.mean is None:
             found.append("v is not centred: a constant in its channels costs accuracy that centring would save")
         if call.v.head_dim % 16:
             found.append(

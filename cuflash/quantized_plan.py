@@ -22,7 +22,9 @@ from .quantize_plan import Launch, QuantizePlan
 from .request import AXES, MAX_WORK_TILES, TMA_BYTES, TMA_STRIDES_END, TMA_TILE_ROWS, contiguous_strides
 
 if TYPE_CHECKING:
+    from .float8_arrays import Float8Arrays
     from .jit import LoadedKernel
+    from .quantize_plan import Sources
     from .quantized import QuantizedTensor
     from .quantized_attention import Foreseen, QuantizedCall
 
@@ -215,24 +217,43 @@ class QuantizedPlan:
 
 
 class QuantizingPlan:
-    """Everything about a GPU call that quantizes on the way, into one workspace, but its addresses."""
+    """Everything about a GPU call that quantizes or prepares on the way, into one workspace, but its addresses.
 
-    __slots__ = ("_attend", "_offsets", "_quantize", "_size", "device")
+    Parameters
+    ----------
+    quantize : QuantizePlan
+        Its launches make ``parts``.
+    attend : QuantizedPlan
+    parts : mapping of str to int
+        Of the workspace, by the names of the kernels' parameters, and the bytes of each.
+    inputs : mapping of str to Operand
+        What attention still reads of a call's arrays, or may: ``out`` must lie elsewhere.
+    """
 
-    def __init__(self, quantize: QuantizePlan, attend: QuantizedPlan, tensors: Mapping[str, QuantizedTensor]) -> None:
+    __slots__ = ("_attend", "_offsets", "_quantize", "_size", "_spans", "device")
+
+    def __init__(
+        self,
+        quantize: QuantizePlan,
+        attend: QuantizedPlan,
+        parts: Mapping[str, int],
+        inputs: Mapping[str, Operand],
+    ) -> None:
         self.device = attend.device
         self._quantize = quantize
         self._attend = attend
+        self._spans = {name: span(x) for name, x in inputs.items()}
         self._offsets: dict[str, int] = {}
         self._size = 0
-        for role, x in tensors.items():
-            for part, size in workspace_parts(x).items():
-                self._offsets[f"{role}_{part}"] = self._size
-                self._size += round_up(size, ALIGNMENT)
+        for name, size in parts.items():
+            self._offsets[name] = self._size
+            self._size += round_up(size, ALIGNMENT)
 
-    def run(self, q: Any, at: dict[str, int], out: Any, out_at: int) -> Any:
-        """Make a call on the current stream; ``at`` has the addresses of q, k and v, and is added to."""
+    def run(self, q: Any, at: dict[str, Any], out: Any, out_at: int) -> Any:
+        """Make a call on the current stream; ``at`` has the addresses of q, k and v (and more), and is added to."""
         kind = self._attend._kind
+        if out is not None:
+            self._refuse_shared(at, out_at)
         if kind.current_device() != self.device:
             with kind.on_device(self.device):
                 return self.run(q, at, out, out_at)
@@ -241,10 +262,17 @@ class QuantizingPlan:
         for name, offset in self._offsets.items():
             at[name] = base + offset
         self._quantize.launch(at, kind.stream(self.device))
-        q_parts = at["q_payload"], at["q_scales"], 0
-        k_parts = at["k_payload"], at["k_scales"], at["k_mean"]
-        v_parts = at["v_payload"], at["v_scales"], at["v_mean"]
+        # What is not made is taken from where it is; 8-bit arrays have no means.
+        q_parts = at.get("q_payload", at["q"]), at["q_scales"], 0
+        k_parts = at.get("k_payload", at["k"]), at["k_scales"], at.get("k_mean", 0)
+        v_parts = at["v_payload"], at["v_scales"], at.get("v_mean", 0)
         return self._attend.run_at(q, q_parts, k_parts, v_parts, out, out_at)
+
+    def _refuse_shared(self, at: Mapping[str, Any], out_at: int) -> None:
+        out_low, out_high = self._attend._span
+        for name, (low, high) in self._spans.items():
+            if out_at + out_low < at[name] + high and at[name] + low < out_at + out_high:
+                raise ValueError(f"out shares memory with {name}, or lies around it; pass an array of its own")
 
 
 def workspace_parts(x: QuantizedTensor) -> dict[str, int]:
@@ -267,17 +295,39 @@ def plan_for(call: QuantizedCall, key: Hashable | None) -> QuantizedPlan:
 
 
 def quantizing_plan_for(foreseen: Foreseen, key: Hashable | None) -> QuantizingPlan:
-    """The same of a call of arrays."""
+    """The same of a call of arrays, which are quantized or prepared on the way."""
     call, sources = foreseen
     assert sources is not None
     check_device(call.q.device)
     check_placed(sources.operands.values())
     check_sizes(call)
-    tensors = {"q": call.q, "k": call.k, "v": call.v}
-    plan = QuantizingPlan(quantize_plan.make_plan(sources), make_plan(call), tensors)
+    inputs = {} if isinstance(sources, quantize_plan.Sources) else sources.operands
+    plan = QuantizingPlan(make_plan_of_sources(sources), make_plan(call), workspace_of(foreseen), inputs)
     if key is not None:
         jit.keep(jit.QUANTIZING_PLANS, key, plan, jit.MAX_PLANS)
     return plan
+
+
+def make_plan_of_sources(sources: Sources | Float8Arrays) -> QuantizePlan:
+    """What comes before attention where a call's arrays are not yet what the kernels read."""
+    if isinstance(sources, quantize_plan.Sources):
+        return quantize_plan.make_plan(sources)
+    from . import prepare_plan
+
+    return prepare_plan.make_plan(sources)
+
+
+def workspace_of(foreseen: Foreseen) -> dict[str, int]:
+    """What is made of a call's arrays before attention, by the kernels' names for it, and the bytes of each."""
+    call, sources = foreseen
+    if sources is None:
+        return {}
+    if isinstance(sources, quantize_plan.Sources):
+        tensors = {"q": call.q, "k": call.k, "v": call.v}
+        return {f"{role}_{part}": size for role, x in tensors.items() for part, size in workspace_parts(x).items()}
+    from . import prepare_plan
+
+    return prepare_plan.parts(sources)
 
 
 def make_plan(call: QuantizedCall) -> QuantizedPlan:
@@ -308,8 +358,8 @@ def fp8_call(call: QuantizedCall) -> Fp8Call:
         out_dtype=cast(Dtype, call.out_dtype),
         causal_offset=bottom_right if call.causal else None,
         scale=call.scale,
-        q_strides=_payload_strides(call.q),
-        k_strides=_payload_strides(call.k),
+        q_strides=call.strides[0] or _payload_strides(call.q),
+        k_strides=call.strides[1] or _payload_strides(call.k),
         out_strides=_written_strides(call),
         dtypes=(call.q.dtype, call.k.dtype, call.v.dtype),
     )

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import UnsupportedError
-from . import kind_of
+from . import is_float8, kind_of
 
 CUDA_DEVICES = (2, 13)
 HOST_DEVICES = (1, 3)
@@ -119,6 +119,12 @@ def is_quantized(x: Any) -> bool:
     """Whether it is a `cuflash.QuantizedTensor`, whose module is loaded only where there are some."""
     quantized = sys.modules.get("cuflash.quantized")
     return quantized is not None and isinstance(x, quantized.QuantizedTensor)
+
+
+def concerns_float8(q: Any, precision: Any, out_dtype: Any, scales: Mapping[str, Any]) -> bool:
+    """Whether a call is of quantized tensors or 8-bit arrays, or has an option of such calls."""
+    options = (precision, out_dtype, *scales.values())
+    return any(x is not None for x in options) or is_quantized(q) or is_float8(q)
 
 
 def is_traced(q: Any, k: Any, v: Any) -> bool:

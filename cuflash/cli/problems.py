@@ -21,7 +21,7 @@ def add_problem_options(parser: argparse._ActionsContainer) -> None:
     parser.add_argument("--causal", action="store_true")
     parser.add_argument("--task", choices=TASKS, default="forward", help="what the kernel computes; default: forward")
     parser.add_argument(
-        "--access-bytes", type=int, choices=(16, 8, 4, 2), help="default: the widest that the head dims allow"
+        "--access-bytes", type=int, choices=(16, 8, 4, 2, 1), help="default: the widest that the head dims allow"
     )
     parser.add_argument(
         "--scale-first", action="store_true", help="the variant for scales that are 0, negative or extreme"
@@ -42,7 +42,8 @@ def problem_from(args: argparse.Namespace, arch: str) -> AttentionProblem:
         A head dim that no kernel takes, or one whose rows no access of ``--access-bytes`` fits.
     """
     head_dim_v = args.head_dim if args.head_dim_v is None else args.head_dim_v
-    widest = 16 if args.input_dtype else widest_access(args.head_dim, head_dim_v)
+    item = 1 if args.task == "prepare" else 2
+    widest = 16 if args.input_dtype else widest_access(args.head_dim, head_dim_v, item)
     if args.access_bytes and args.access_bytes > widest:
         raise ValueError(
             f"--access-bytes is {args.access_bytes}; head dims {args.head_dim} and {head_dim_v} take at most {widest}"
@@ -64,10 +65,11 @@ def problem_from(args: argparse.Namespace, arch: str) -> AttentionProblem:
     )
 
 
-def widest_access(head_dim: int, head_dim_v: int) -> int:
-    """The widest global access, in bytes, of contiguous rows of 2-byte elements."""
-    bits = 16 | 2 * head_dim | 2 * head_dim_v
-    return bits & -bits
+def widest_access(head_dim: int, head_dim_v: int, item: int = 2) -> int:
+    """The widest global access, in bytes, of contiguous rows of elements of ``item`` bytes."""
+    bits = 16 | item * head_dim | item * head_dim_v
+    widest = bits & -bits
+    return widest if widest >= 4 else item
 
 
 def default_arch() -> str:

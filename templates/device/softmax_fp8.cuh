@@ -34,7 +34,7 @@ struct Fp8Softmax {
 
     // Makes new scores ready for probability(), and the sums fit their references; `correction` does that to O. `scale` is that of the scores.
     DEVICE void update(Scores& s, float scale, float (&correction)[2]) {
-        factor = max_f32(scale, kSmallestFactor);
+        factor = max_nan_f32(scale, kSmallestFactor);   // NaN for scales that are none: so is all that comes of them
         float next[2];
         bool special = false;
         #pragma unroll

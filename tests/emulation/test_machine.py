@@ -309,6 +309,24 @@ def test_signals_are_stored_any_number_of_times() -> None:
     assert out.view.view(np.int32).ravel()[0] == 8
 
 
+def test_bytes_of_two_words() -> None:
+    """Digits of a selector as `prmt` has them, the lowest first."""
+    body = "if (t < 4) st_global((float*)p.out + t, bits_float(permute_bytes(0x33221100u, 0x77665544u, t == 0 ? 0x7531u : t)));"
+    out = blank(4)
+    assert not probe(body, words(np.zeros(4)), out).faults
+    np.testing.assert_array_equal(out.view.view(np.uint32).ravel(), [0x77553311, 0x11, 0x22, 0x33])
+
+
+def test_a_maximum_that_keeps_nan() -> None:
+    body = """
+    const float values[4] = {max_nan_f32(-2.f, 1.f), max_nan_f32(0.f, __builtin_nanf("")), max_nan_f32(__builtin_nanf(""), 0.f), max_f32(0.f, __builtin_nanf(""))};
+    if (t < 4) st_global((float*)p.out + t, values[t]);
+    """
+    out = blank(4)
+    assert not probe(body, words(np.zeros(4)), out).faults
+    np.testing.assert_array_equal(out.view.ravel(), np.array([1, np.nan, np.nan, 0], np.float32))
+
+
 def test_a_minimum_that_keeps_nan_and_pairs_taken_apart() -> None:
     body = """
     float low, high;

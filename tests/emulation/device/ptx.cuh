@@ -89,9 +89,16 @@ DEVICE float flush_subnormal(float x) { return fabsf(x) < __FLT_MIN__ ? copysign
 DEVICE float exp2_approx(float x) { return flush_subnormal(exp2f(flush_subnormal(x))); }
 DEVICE float log2_approx(float x) { return flush_subnormal(log2f(flush_subnormal(x))); }
 DEVICE float rcp_approx(float x) { return flush_subnormal(1.f / flush_subnormal(x)); }
+DEVICE u32 permute_bytes(u32 a, u32 b, u32 selector) {
+    const u64 both = a | (u64)b << 32;
+    u32 r = 0;
+    for (int i = 0; i < 4; i++) r |= (u32)(both >> 8 * (selector >> 4 * i & 7) & 0xff) << 8 * i;
+    return r;
+}
 DEVICE float max_f32(float a, float b) { return a == 0.f && b == 0.f ? a + b : fmaxf(a, b); }   // +0 is above -0; a NaN loses
 DEVICE float min_f32(float a, float b) { return a == 0.f && b == 0.f ? -(-a + -b) : fminf(a, b); }   // -0 is below +0; a NaN loses
 DEVICE float min_nan_f32(float a, float b) { return a != a || b != b ? a + b : fminf(a, b); }
+DEVICE float max_nan_f32(float a, float b) { return a != a || b != b ? a + b : fmaxf(a, b); }
 DEVICE float fma_f32(float a, float b, float c) { return fmaf(a, b, c); }
 DEVICE float mul_f32(float a, float b) {
     float product = a * b;
