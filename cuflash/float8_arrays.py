@@ -118,8 +118,8 @@ def check_arrays(arrays: Mapping[str, Any], scales: Mapping[str, Any], layout: s
         check_fellow(operands["q"], operands[role])
         if operands[role].dtype not in FLOAT8_DTYPES:
             raise TypeError(
-                f"q has dtype {operands['q'].dtype} and {role} {operands[role].dtype}; accepted are "
-                f"{' and '.join(FLOAT8_DTYPES)} in any combination: cast one of them, or quantize {role}"
+                f"{role} has dtype {operands[role].dtype}; accepted are q, k and v of {' and '.join(FLOAT8_DTYPES)} in "
+                "any combination, or none of such: cast some, or cuflash.quantize all"
             )
     check_shapes(operands["q"], operands["k"], operands["v"], layout)
     given = Float8Arrays(operands, {}, layout)

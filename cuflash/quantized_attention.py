@@ -110,11 +110,13 @@ def takes_scales(q: Any, scales: Scales) -> bool:
     given = [f"{role}_scale" for role, x in scales.items() if x is not None]
     if given and isinstance(q, QuantizedTensor):
         raise TypeError(f"{given[0]} is given and q is a QuantizedTensor, which has scales: leave it out")
-    if given:
-        found = getattr(q, "dtype", None)
-        whose = f"a {type(q).__qualname__}" if found is None else f"of dtype {str(found).rpartition('.')[2]}"
-        raise TypeError(f"{given[0]} is for operands of {' and '.join(FLOAT8_DTYPES)}, and q is {whose}: leave it out")
-    return False
+    dtype = getattr(q, "dtype", None)
+    if given and dtype is not None:
+        name = str(dtype).rpartition(".")[2]
+        raise TypeError(
+            f"{given[0]} is for operands of {' and '.join(FLOAT8_DTYPES)}, and q has dtype {name}: leave it out"
+        )
+    return bool(given)  # an array without a dtype is viewed first
 
 
 def attend(q: Any, k: Any, v: Any, *, precision: Any, scales: Scales, **options: Any) -> Any:

@@ -152,8 +152,9 @@ def _module_for(framework: str) -> Any:
 
 
 def is_float8(x: Any) -> bool:
-    """Whether it is an array of an 8-bit float type that cuflash knows."""
-    return str(getattr(x, "dtype", None)).rpartition(".")[2] in FLOAT8_DTYPES
+    """Whether it is an array of an 8-bit float type that cuflash knows; a `cuflash.QuantizedTensor` is not."""
+    dtype = getattr(x, "dtype", None)
+    return not isinstance(dtype, str) and str(dtype).rpartition(".")[2] in FLOAT8_DTYPES
 
 
 _names: dict[Any, str] = {}

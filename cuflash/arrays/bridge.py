@@ -153,7 +153,7 @@ def _view_jax(name: str, x: Any) -> Any:
         raise UnsupportedError(
             f"{name} is on a {devices[0].platform} device; cuflash takes arrays on CUDA devices and CPUs"
         )
-    return require_cupy(name).from_dlpack(x)
+    return _view_on_gpu(name, x)
 
 
 def _check_jax_devices(named: Mapping[str, Any]) -> None:
@@ -180,17 +180,29 @@ def _view_dlpack(name: str, x: Any) -> Any:
     if device in HOST_DEVICES:
         return _view_host(name, x)
     if device in CUDA_DEVICES:
-        return require_cupy(name).from_dlpack(x)
+        return _view_on_gpu(name, x)
     raise UnsupportedError(f"{name} is on a device of DLPack type {device}; cuflash takes CUDA devices and CPUs")
+
+
+def _view_on_gpu(name: str, x: Any) -> Any:
+    cupy = require_cupy(name)
+    if not is_float8(x):
+        return cupy.from_dlpack(x)
+    import ml_dtypes
+
+    from .capsule import Bytes
+
+    return cupy.from_dlpack(Bytes(x)).view(getattr(ml_dtypes, str(x.dtype).rpartition(".")[2]))
 
 
 def _view_host(name: str, x: Any) -> Any:
     try:
         return np.from_dlpack(x)
     except (BufferError, RuntimeError) as error:
-        from .capsule import bfloat16_view
+        from .capsule import bfloat16_view, float8_view
 
         view = bfloat16_view(x)
+        view = float8_view(x) if view is None else view
         if view is None:
             raise TypeError(f"{name}: NumPy cannot view this {type(x).__qualname__} by DLPack: {error}") from error
         return view

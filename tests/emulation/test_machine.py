@@ -311,7 +311,10 @@ def test_signals_are_stored_any_number_of_times() -> None:
 
 def test_bytes_of_two_words() -> None:
     """Digits of a selector as `prmt` has them, the lowest first."""
-    body = "if (t < 4) st_global((float*)p.out + t, bits_float(permute_bytes(0x33221100u, 0x77665544u, t == 0 ? 0x7531u : t)));"
+    body = """
+    const u32 both = permute_bytes(0x33221100u, 0x77665544u, t == 0 ? 0x7531u : t);
+    if (t < 4) st_global((float*)p.out + t, bits_float(both));
+    """
     out = blank(4)
     assert not probe(body, words(np.zeros(4)), out).faults
     np.testing.assert_array_equal(out.view.view(np.uint32).ravel(), [0x77553311, 0x11, 0x22, 0x33])
@@ -319,7 +322,8 @@ def test_bytes_of_two_words() -> None:
 
 def test_a_maximum_that_keeps_nan() -> None:
     body = """
-    const float values[4] = {max_nan_f32(-2.f, 1.f), max_nan_f32(0.f, __builtin_nanf("")), max_nan_f32(__builtin_nanf(""), 0.f), max_f32(0.f, __builtin_nanf(""))};
+    const float nan = __builtin_nanf("");
+    const float values[4] = {max_nan_f32(-2.f, 1.f), max_nan_f32(0.f, nan), max_nan_f32(nan, 0.f), max_f32(0.f, nan)};
     if (t < 4) st_global((float*)p.out + t, values[t]);
     """
     out = blank(4)

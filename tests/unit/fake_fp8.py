@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 
 from cuflash.fp8 import FORMATS, Format
-from cuflash.fp8_layout import TILE, tiles, unpack_image
+from cuflash.fp8_layout import TILE, pack_image, padded, tiles, unpack_image
 from cuflash.request import LOG2_E
 
 if TYPE_CHECKING:
@@ -116,4 +116,49 @@ def run_lse(launch: Launch) -> None:
         where[...] = np.where(np.isnan(shift), 0, shift)
 
 
-RUNNERS = {"quantize_lse": run_lse}
+def run_prepare(launch: Launch) -> None:
+    """The caller's codes and scales as the forward pass reads them."""
+    p = launch.params
+    assert launch.grid[1:] == (1, 1)
+    for role, of in (("q", "q"), ("k", "k"), ("v", "k")):
+        heads, count = p[f"{of}_heads"][2], p[f"{of}_tiles"][2]
+        shape = (p[f"{of}_count"] // (heads * count), heads, count)
+        scales = np.full(shape, p[f"{role}_number"], np.float32)
+        if p[f"{role}_scale"]:
+            strides = tuple(4 * p[f"{role}_scale_{axis}_stride"] for axis in ("batch", "head", "tile"))
+            scales = _view(p[f"{role}_scale"], shape, strides, np.float32)
+        usable = (scales >= 2.0**-126) & (scales <= np.finfo(np.float32).max)
+        _dense(p[f"{role}_scales"], shape, np.float32)[:] = np.where(usable, scales, np.nan)
+    for role, begin, end in (
+        ("q", 0, p["k_begin"]), ("k", p["k_begin"], p["v_begin"]), ("v", p["v_begin"], launch.grid[0]),
+    ):  # fmt: skip
+        of = "q" if role == "q" else "k"
+        heads, count = p[f"{of}_heads"][2], p[f"{of}_tiles"][2]
+        assert end - begin in (0, p[f"{of}_count"])
+        for batch, head in np.ndindex((end - begin) // (heads * count), heads):
+            _prepare_head(launch, role, batch, head)
+
+
+def _prepare_head(launch: Launch, role: str, batch: int, head: int) -> None:
+    p, problem = launch.params, launch.loaded.problem
+    of, dim = ("k", problem.head_dim_v) if role == "v" else (role, problem.head_dim)
+    seqlen, heads, count = p[f"seqlen_{of}"], p[f"{of}_heads"][2], p[f"{of}_tiles"][2]
+    assert count == tiles(seqlen)
+    step = {axis: p[f"{role}_{axis}_stride"] for axis in ("batch", "seq", "head", "dim")}
+    address = p[role] + batch * step["batch"] + head * step["head"]
+    if problem.access_bytes != 1:
+        assert step["dim"] == 1
+        for value in (address, step["seq"], dim):
+            assert value % problem.access_bytes == 0, "an access that faults"
+    rows = np.zeros((count * TILE, padded(dim)), np.uint8)
+    rows[:seqlen, :dim] = _view(address, (seqlen, dim), (step["seq"], step["dim"]), np.uint8)
+    if role == "v":
+        images = pack_image(rows.reshape(count, TILE, -1))
+        _dense(p["v_payload"] + (batch * heads + head) * images.size, images.shape, np.uint8)[:] = images
+        return
+    step = {axis: p[f"{role}_payload_{axis}_stride"] for axis in ("batch", "seq", "head")}
+    address = p[f"{role}_payload"] + batch * step["batch"] + head * step["head"]
+    _view(address, (seqlen, padded(dim)), (step["seq"], 1), np.uint8)[:] = rows[:seqlen]
+
+
+RUNNERS = {"quantize_lse": run_lse, "prepare": run_prepare}
