@@ -270,6 +270,13 @@ def test_strides(gpu: FakeGpu, place: str, which: int) -> None:
         assert moved == (f"{role}_payload" in copied)
 
 
+def test_rows_that_end_inside_16_bytes_are_copied(gpu: FakeGpu) -> None:
+    """Though all strides suit TMA: behind a row lies what is not its own."""
+    arrays = [_inside(x, (0, 0, 0, 8), np.s_[..., :-8]) for x in draw(dims=(40, 40))]
+    both(gpu, arrays, [None] * 3)
+    assert parts_of(gpu) == {"q_payload", "k_payload", "v_payload"}
+
+
 def test_broadcast_heads(gpu: FakeGpu) -> None:
     """A stride of 0, which TMA does not take."""
     q, k, v = draw(heads=(2, 1))
@@ -559,6 +566,15 @@ def test_torch_tensors(monkeypatch: pytest.MonkeyPatch, dims: tuple[int, int], o
     for mine in (out, target):
         np.testing.assert_allclose(mine.float().numpy(), expected[0], rtol=5e-3, atol=2e-4)
     np.testing.assert_allclose(lse.numpy(), expected[1], rtol=1e-5, atol=1e-5)
+
+
+def test_torch_tensors_as_numpy_arrays() -> None:
+    pytest.importorskip("torch")
+    from cuflash.arrays import torch_arrays
+
+    for x in draw(forms=(E4M3, E5M2, E4M3)):
+        found = torch_arrays.numpy(as_torch(x))
+        assert found.dtype == x.dtype and np.shares_memory(found, x)
 
 
 def test_torch_is_not_followed() -> None:
