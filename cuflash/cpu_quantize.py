@@ -2,9 +2,9 @@
 
 All arithmetic is float32, each operation rounded to nearest even, subnormal numbers kept.
 
-1. **Mean** of a channel of one head (K and V, unless ``center=False``). The sample is `sample`: at most `SAMPLE` tokens
-   in the middle of as many equal stretches of the sequence. Token j of it is added to partial sum j mod `PARTIALS`,
-   in order of j, beginning with 0; NaN and infinities are left out. Partial sums are added as a binary tree: sum r and
+1. **Mean** of a channel of one head (K and V, unless ``center=False``). The sample is `sample`: up to `SAMPLE` tokens,
+   at equal distances. Token j of it is added to partial sum j mod `PARTIALS`, in order of j, beginning with 0; NaN and
+   infinities are left out. Partial sums are added as a binary tree: sum r and
    sum r + 16 for r < 16, then r + 8, and so on. The result is divided by the number of tokens added; it is 0 if there
    were none or the sum overflowed.
 2. **Rotation** (Q, K and the mean of K, with ``hadamard=True``): signs from the seed, then Hadamard butterflies over
@@ -32,15 +32,17 @@ __all__ = ["SAMPLE", "mean_of", "quantize_tiles", "rotate", "rotate_back", "samp
 Array: TypeAlias = "np.ndarray[Any, Any]"
 
 SAMPLE = 256
+FEWEST = 8
+"""Of so many tokens one at least is not in the sample of a long sequence: reading it costs less than the codes."""
 PARTIALS = 32
 SMALLEST_SCALE = np.float32(2.0**-126)
 """The smallest normal number: the reciprocal of every scale is one, too."""
 
 
 def sample(length: int) -> Array:
-    """The tokens whose mean is taken, ascending: all of them up to `SAMPLE`."""
-    count = min(length, SAMPLE)
-    return (2 * np.arange(count, dtype=np.int64) + 1) * length // (2 * count) if count else np.arange(0)
+    """The tokens whose mean is taken, ascending: up to `SAMPLE`, of half as many every one, else at most every 8th."""
+    step = max(-(-length // SAMPLE), min(FEWEST, -(-2 * length // SAMPLE)), 1)
+    return np.arange(step // 2, length, step)
 
 
 def mean_of(x: Array) -> Array:

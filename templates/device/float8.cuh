@@ -129,14 +129,3 @@ DEVICE void rotate(float (&x)[kCount], int part) {
 }
 
 struct alignas(16) Float4 { float value[4]; };
-
-// Subtracts the means of the first columns, a multiple of four.
-template <int kColumns, int kCount>
-DEVICE void subtract(float (&x)[kCount], const float* mean) {
-    #pragma unroll
-    for (int i = 0; i < kColumns; i += 4) {
-        const Float4 m = ld_global<Float4>(mean + i);
-        #pragma unroll
-        for (int e = 0; e < 4; e++) x[i + e] -= m.value[e];
-    }
-}
