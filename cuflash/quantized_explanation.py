@@ -10,7 +10,7 @@ from . import cost, driver, jit, kernels
 from .arch import ARCHES, Arch, arch_for
 from .arrays import CPU, GPU_DTYPES, Operand
 from .cost import DeviceModel, Schedule, Shape
-from .cpu_quantize import SAMPLE
+from .cpu_quantize import sample
 from .errors import UnsupportedError
 from .explanation import (
     NOTHING,
@@ -171,7 +171,7 @@ class _Explained:
             batch, seq, heads, dim = x.sizes
             traffic["quantize"] += batch * heads * (seq * (2 * dim + padded(dim)) + 4 * tiles(seq))
             if x.role != "q":
-                traffic["quantize_means"] += batch * heads * 2 * dim * min(seq, SAMPLE)
+                traffic["quantize_means"] += batch * heads * 2 * dim * len(sample(seq))
         return [
             self.describe(
                 launch.loaded.problem, launch.blocks, None, traffic[launch.loaded.problem.task], compile=compile

@@ -10,7 +10,7 @@ import contextlib
 import ctypes
 import struct
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import ml_dtypes
@@ -44,6 +44,7 @@ class Launch:
     smem_bytes: int
     stream: int
     params: dict[str, Any]
+    early: bool = False
 
 
 @dataclass(frozen=True)
@@ -142,7 +143,7 @@ class FakeGpu:
     def launch_early(self, *arguments: Any) -> None:
         assert self.capability >= (9, 0) and self.launches, "there is no kernel before, or it cannot overlap"
         self.launch(*arguments)
-        self.launches[-1].early = True
+        self.launches[-1] = replace(self.launches[-1], early=True)
 
     def read(self, handle: int, params_address: int) -> dict[str, Any]:
         """What the driver would copy: the block behind the one pointer at an address."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from itertools import product
 from typing import Any
 
@@ -41,8 +42,8 @@ def scales_of_tokens(x: cuflash.QuantizedTensor) -> np.ndarray:
 def expected_mean(rows: Floats) -> Floats:
     """Of the tokens of one head, scalar by scalar, in the order of the definition."""
     length, dim = rows.shape
-    count = min(length, 256)
-    tokens = [(2 * j + 1) * length // (2 * count) for j in range(count)]
+    step = max(math.ceil(length / 256), min(8, math.ceil(length / 128)))
+    tokens = range(step // 2, length, step)
     mean = np.zeros(dim, np.float32)
     for d in range(dim):
         sums, added = [np.float32(0)] * 32, 0
@@ -220,7 +221,9 @@ def test_non_finite_values(bad: float) -> None:
         assert rest.sum() == 1
         assert np.isnan(result.dequantize()).sum() == 1
     centred = check(spoilt, role="k").mean[0, 0, 3]
-    np.testing.assert_allclose(centred, np.delete(x[0, :, 0, 3], 7).mean(), atol=1e-6)
+    sampled = x[0, cpu_quantize.sample(256), 0, 3]
+    assert sampled[3] == x[0, 7, 0, 3]
+    np.testing.assert_allclose(centred, np.delete(sampled, 3).mean(), atol=1e-6)
 
 
 def test_nothing_finite() -> None:
@@ -260,14 +263,17 @@ def test_means_beyond_float32() -> None:
 
 
 def test_the_sample() -> None:
-    """All tokens up to 256; beyond, the middles of 256 stretches."""
+    """All tokens up to 128; beyond, 64 to 256 at equal distances, as far from both ends, of long sequences one in 8."""
     assert cpu_quantize.sample(0).tolist() == []
-    for length in (1, 2, 255, 256):
+    for length in (1, 2, 127, 128):
         assert cpu_quantize.sample(length).tolist() == list(range(length))
-    for length in (257, 1000, 131072, 2**31 - 1024):
+    for length in (129, 255, 256, 257, 1000, 1023, 1024, 2047, 2048, 2049, 131072, 2**31 - 1024):
         tokens = cpu_quantize.sample(length)
-        assert len(tokens) == 256 and np.all(np.diff(tokens) >= 1) and tokens[-1] < length
-        np.testing.assert_array_equal(tokens, [(2 * j + 1) * length // 512 for j in range(256)])
+        distances = np.unique(np.diff(tokens))
+        assert 64 <= len(tokens) <= 256 and len(distances) == 1
+        step = distances[0]
+        assert step == 8 if 1024 <= length <= 2048 else step < 8 if length < 897 else step >= 8
+        assert tokens[0] == step // 2 and length - step <= tokens[-1] + step // 2 < length + step // 2
 
 
 def test_means_that_drift() -> None:
