@@ -158,9 +158,11 @@ def test_the_emulator_sees_missing_barriers(ignored: str) -> None:
     [
         ("quantize", "if (row < rows) st_global", "st_global"),
         ("quantize", "n / 2 * 8 >= rows", "n / 2 * 8 >= kTile"),
-        ("quantize", "own.row < ticket.rows()) subtract", "own.row < kTile) subtract"),
-        ("quantize", "piece.token / 16 ^ i", "piece.token / 16"),
+        ("quantize", "own.row < ticket.rows();", "own.row < kTile;"),
+        ("quantize", "(first ^ i * 16)", "first"),
         ("quantize", "piece.token % 16 / 2 * 4", "piece.token % 16 / 2 * 4 % 8"),
+        ("quantize", "scale * unit", "scale"),
+        ("quantize", "-over, x[i + e]", "-1.f, x[i + e]"),
         ("quantize", "(i64)batch * heads.divisor + head", "(i64)batch * heads.divisor + tile"),
         ("quantize", "if (is_v(turn) || kStages == 1) cta_sync()", "if (kStages == 1) cta_sync()"),
         ("quantize", "cp_async_wait<kStages == 1 ? 0 : 2 * kStages - 3>", "cp_async_wait<kStages == 1 ? 0 : 2 * kStages - 1>"),

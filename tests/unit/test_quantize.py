@@ -59,8 +59,8 @@ def expected_mean(rows: Floats) -> Floats:
     return mean
 
 
-def expected_rotation(rows: Floats, seed: int) -> Floats:
-    """Butterflies of one block after the other; a block's size is the largest power of two that is left."""
+def expected_rotation(rows: Floats, seed: int, of: float = 1) -> Floats:
+    """Butterflies of one block after the other; a block's size is the largest power of two that is left; in units."""
     dim = rows.shape[-1]
     x = np.where(cpu_quantize.signs(seed, dim), -rows, rows)
     first = 0
@@ -73,7 +73,7 @@ def expected_rotation(rows: Floats, seed: int) -> Floats:
                 other = first + ((c - first) ^ distance)
                 turned[..., c] = x[..., other] - x[..., c] if other < c else x[..., c] + x[..., other]
             x, distance = turned, 2 * distance
-        x[..., first : first + block] *= np.float32(block**-0.5)
+        x[..., first : first + block] *= np.float32(block**-0.5 / of)
         first += block
     return x
 
@@ -84,19 +84,22 @@ def expected(x: np.ndarray, form_name: str, *, center: bool, seed: int | None) -
     rows = x.astype(np.float32)
     with np.errstate(all="ignore"):
         mean = expected_mean(rows) if center else np.zeros(rows.shape[1], np.float32)
+        of = np.float32(1)
         if seed is not None:
-            rows, mean = expected_rotation(rows, seed), expected_rotation(mean, seed)
-        rows = rows - mean if center else rows
+            mean = expected_rotation(mean, seed)
+            of = np.float32(0.5 ** int(math.log(rows.shape[1], 4)))
+            rows = expected_rotation(rows, seed, float(of))
+        rows = rows - mean / of if center else rows
         scales, codes = [], np.zeros((len(rows), padded(rows.shape[1])), np.uint8)
         for first in range(0, len(rows), TILE):
             tile = rows[first : first + TILE]
             finite = np.abs(tile[np.isfinite(tile)])
             largest = finite.max() if len(finite) else np.float32(0)
-            scale = max(largest / np.float32(form.largest), np.float32(2.0**-126)) if largest > 0 else np.float32(1)
+            scale = max(largest / np.float32(form.largest), np.float32(2.0**-126) / of) if largest > 0 else 1 / of
             quotient = np.clip(tile / scale, -form.largest, form.largest)
             rounded = quotient.astype(getattr(ml_dtypes, form_name)).view(np.uint8)
             codes[first : first + TILE, : rows.shape[1]] = np.where(np.isfinite(tile), rounded, 0x7F)
-            scales.append(scale)
+            scales.append(scale * of)
     return codes, np.array(scales, np.float32), mean
 
 
