@@ -165,7 +165,7 @@ def test_the_emulator_sees_missing_barriers(ignored: str) -> None:
         ("quantize", "-over, x[i + e]", "-1.f, x[i + e]"),
         ("quantize", "(i64)batch * heads.divisor + head", "(i64)batch * heads.divisor + tile"),
         ("quantize", "if (is_v(turn) || kStages == 1) cta_sync()", "if (kStages == 1) cta_sync()"),
-        ("quantize", "cp_async_wait<kStages == 1 ? 0 : 2 * kStages - 3>", "cp_async_wait<kStages == 1 ? 0 : 2 * kStages - 1>"),
+        ("quantize", "0 : 2 * kStages - 3>", "0 : 2 * kStages - 1>"),
         ("quantize", "kMaxima + turn % 2 * (4 * kWarps)", "kMaxima"),
         ("quantize", "if (turn % kTicketBatch == 0) prepare(turn + kTicketBatch)", ""),
         ("quantize_means", "distance / 2 + (step", "(step"),
