@@ -30,6 +30,8 @@ class Fp8Call(NamedTuple):
     scale : float
     q_strides, k_strides, out_strides : tuple of int
         Along (batch, seq, heads), in bytes; multiples of 16. ``out`` has rows of ``head_dim_v`` columns.
+    one_level : bool
+        As of `AttentionProblem`.
     """
 
     batch: int
@@ -45,6 +47,7 @@ class Fp8Call(NamedTuple):
     q_strides: tuple[int, int, int]
     k_strides: tuple[int, int, int]
     out_strides: tuple[int, int, int]
+    one_level: bool = False
 
     @property
     def problem(self) -> AttentionProblem:
@@ -58,6 +61,7 @@ class Fp8Call(NamedTuple):
             scale_first=not FOLDED_SCALES[0] <= self.scale * LOG2_E <= FOLDED_SCALES[1],
             arch=TARGET,
             input_dtype="float8_e4m3fn",
+            one_level=self.one_level,
         )
 
 

@@ -31,6 +31,8 @@ __all__ = [
 
 OUT_DTYPES = ("float16", "bfloat16", "float32")
 """On a GPU the first two."""
+FAST = "fp8-fast"
+PRECISIONS = (None, "fp8", FAST)
 
 
 class QuantizedCall(NamedTuple):
@@ -46,6 +48,8 @@ class QuantizedCall(NamedTuple):
     out : array or None
         None: a new one.
     out_dtype : {"float16", "bfloat16", "float32"}
+    fast : bool
+        A GPU's tensor cores sum the output, and truncate.
     """
 
     q: QuantizedTensor
@@ -56,6 +60,7 @@ class QuantizedCall(NamedTuple):
     return_lse: bool
     out: Any
     out_dtype: str
+    fast: bool
 
     @property
     def layout(self) -> str:
@@ -78,8 +83,8 @@ class QuantizedCall(NamedTuple):
 
 def is_quantized(q: Any, precision: Any, out_dtype: Any) -> bool:
     """Whether a call is of quantized tensors; if not, that it asks to quantize arrays."""
-    if precision not in (None, "fp8"):
-        raise ValueError(f"precision is {precision!r}; accepted are None and 'fp8'")
+    if precision not in PRECISIONS:
+        raise ValueError(f"precision is {precision!r}; accepted are {', '.join(map(repr, PRECISIONS))}")
     quantized = isinstance(q, QuantizedTensor)
     if not quantized and precision is None:
         raise TypeError("out_dtype is for quantized operands; without precision='fp8' the result has the dtype of q")
@@ -87,9 +92,19 @@ def is_quantized(q: Any, precision: Any, out_dtype: Any) -> bool:
 
 
 def attention_quantizing(
-    q: Any, k: Any, v: Any, *, causal: Any, scale: Any, layout: Any, return_lse: Any, out: Any, out_dtype: Any
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    causal: Any,
+    scale: Any,
+    layout: Any,
+    return_lse: Any,
+    out: Any,
+    out_dtype: Any,
+    precision: Any,
 ) -> Any:
-    """`cuflash.attention` with ``precision="fp8"``: quantizes, then attends."""
+    """`cuflash.attention` with a ``precision``: quantizes, then attends."""
     kind = kind_of(q)
     if kind is None:
         from .arrays import bridge
@@ -99,7 +114,8 @@ def attention_quantizing(
                 "precision='fp8' is not for JAX tracers: call it outside of jax.jit, jax.grad, jax.vmap and the like, "
                 "or without precision"
             )
-        options = {"causal": causal, "scale": scale, "layout": layout, "return_lse": return_lse, "out_dtype": out_dtype}
+        options = {"causal": causal, "scale": scale, "layout": layout, "return_lse": return_lse}
+        options |= {"out_dtype": out_dtype, "precision": precision}
         outputs = {} if out is None else {"out": out}
         return bridge.call(
             lambda views: attention_quantizing(**{"out": None, **views}, **options), {"q": q, "k": k, "v": v}, outputs
@@ -112,7 +128,7 @@ def attention_quantizing(
         if out is not None:
             out_key, out_at = geometry(out)
         bits = (at["q"] | at["k"] | at["v"] | out_at) & 15
-        key = (q_key, k_key, v_key, out_key, bits, causal, scale, layout, return_lse, out_dtype)
+        key = (q_key, k_key, v_key, out_key, bits, causal, scale, layout, return_lse, out_dtype, precision)
         plan = QUANTIZING_PLANS.get(key)
     except (AttributeError, TypeError, RuntimeError):  # on the CPU, followed, or not what it should be: checked below
         key = plan = None
@@ -123,6 +139,7 @@ def attention_quantizing(
                 "it under torch.no_grad(), with q.detach() and so on, or without precision"
             )
         options = {"causal": causal, "scale": scale, "return_lse": return_lse, "out": out, "out_dtype": out_dtype}
+        options["precision"] = precision
         foreseen = foresee(q, k, v, layout=layout, **options)
         call = foreseen.call
         if call.q.device == CPU:
@@ -147,6 +164,7 @@ def attention_quantized(
     return_lse: Any,
     out: Any = None,
     out_dtype: Any = None,
+    precision: Any = None,
 ) -> Any:
     """`cuflash.attention` of quantized tensors."""
     out_key, out_at = None, 0
@@ -154,14 +172,23 @@ def attention_quantized(
     try:
         if out is not None:
             out_key, out_at = q.kind.geometry(out)
-        options = (causal, scale, layout, return_lse, out_dtype)
+        options = (causal, scale, layout, return_lse, out_dtype, precision)
         key = (q.traits, k.traits, v.traits, out_key, out_at & 15, *options)
         plan = QUANTIZED_PLANS.get(key)
     except (AttributeError, TypeError, RuntimeError):  # on the CPU, or not what it should be: checked below
         key = plan = None
     if plan is None:
         call = check_quantized(
-            q, k, v, causal=causal, scale=scale, layout=layout, return_lse=return_lse, out=out, out_dtype=out_dtype
+            q,
+            k,
+            v,
+            causal=causal,
+            scale=scale,
+            layout=layout,
+            return_lse=return_lse,
+            out=out,
+            out_dtype=out_dtype,
+            precision=precision,
         )
         if call.q.device == CPU:
             return _attend_on_cpu(call)
@@ -173,7 +200,17 @@ def attention_quantized(
 
 
 def check_quantized(
-    q: Any, k: Any, v: Any, *, causal: Any, scale: Any, layout: Any, return_lse: Any, out: Any, out_dtype: Any
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    causal: Any,
+    scale: Any,
+    layout: Any,
+    return_lse: Any,
+    out: Any,
+    out_dtype: Any,
+    precision: Any = None,
 ) -> QuantizedCall:
     """Check a call whole, before anything is allocated or launched."""
     for name, x in (("q", q), ("k", k), ("v", v)):
@@ -199,6 +236,7 @@ def check_quantized(
         check_flag("return_lse", return_lse),
         out,
         _check_out_dtype(q, out_dtype),
+        precision == FAST,
     )
     if out is not None:
         _check_out(call)
@@ -221,11 +259,22 @@ class Foreseen(NamedTuple):
 
 
 def foresee(
-    q: Any, k: Any, v: Any, *, causal: Any, scale: Any, layout: Any, return_lse: Any, out: Any, out_dtype: Any
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    causal: Any,
+    scale: Any,
+    layout: Any,
+    return_lse: Any,
+    out: Any,
+    out_dtype: Any,
+    precision: Any,
 ) -> Foreseen:
     """Check a call of quantized tensors, or of arrays that would be quantized on the way."""
     options = {"causal": causal, "scale": scale, "layout": layout, "return_lse": return_lse}
     if isinstance(q, QuantizedTensor):
+        options["precision"] = precision
         return Foreseen(check_quantized(q, k, v, **options, out=out, out_dtype=out_dtype), None)
     from .quantize_plan import Sources
 
@@ -233,7 +282,8 @@ def foresee(
     operands = {x.name: adopt(x.name, x.array) for x in (request.q, request.k, request.v)}
     q8, k8, v8 = (_as_if_quantized(x, request.layout) for x in operands.values())
     dtype = _check_out_dtype(q8, out_dtype)
-    call = QuantizedCall(q8, k8, v8, request.causal, request.scale, request.return_lse, out, dtype)
+    fast = precision == FAST
+    call = QuantizedCall(q8, k8, v8, request.causal, request.scale, request.return_lse, out, dtype, fast)
     if out is not None:
         _check_out(call)
     return Foreseen(call, Sources(operands, request.layout, e5m2=False, seed=None, center=True))
@@ -250,7 +300,7 @@ def _as_if_quantized(x: Operand, layout: str) -> QuantizedTensor:
 def warm_up(q: Any, k: Any, v: Any, *, precision: Any, **options: Any) -> tuple[str, ...]:
     """`cuflash.warmup` of such calls."""
     is_quantized(q, precision, options["out_dtype"])
-    call, sources = foresee(q, k, v, **options)
+    call, sources = foresee(q, k, v, precision=precision, **options)
     if (device := call.q.device) == CPU:
         return ()
     from . import quantize_plan, quantized_plan

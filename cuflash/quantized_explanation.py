@@ -27,7 +27,7 @@ from .jit import LoadedKernel
 from .problem import AttentionProblem
 from .quantize_kernels import lse_problem
 from .quantize_plan import plan_with
-from .quantized_attention import OUT_DTYPES, Foreseen, QuantizedCall, foresee, is_quantized
+from .quantized_attention import FAST, OUT_DTYPES, Foreseen, QuantizedCall, foresee, is_quantized
 from .quantized_plan import check_device, check_quantized_gpu, fp8_call, refuse_other_gpus, workspace_parts
 from .request import Request
 
@@ -39,9 +39,9 @@ EXACT = (
 )
 ACCURACY = "expect RMSE near 1.4e-3 at 4096 keys of normally distributed inputs"
 ONE_LEVEL = (
-    "head dim of V beyond 128: the tensor cores alone sum the output over the keys, and truncate. Right where V has no "
-    "mean, as after centring; of a mean that is left, such as one that drifts along the sequence, or that of codes "
-    "from elsewhere, 5 % are lost at 4096 keys and 18 % at 16384"
+    "the tensor cores alone sum the output over the keys, and truncate. Right where V has no mean, as after centring; "
+    "of a mean that is left, such as one that drifts along the sequence, or that of codes from elsewhere, 5 % are lost "
+    "at 4096 keys and 18 % at 16384"
 )
 
 
@@ -62,7 +62,7 @@ def explain_quantized(
         if backward:
             raise UnsupportedError("quantized operands have no gradients; explain the call without precision")
         is_quantized(q, precision, out_dtype)
-        foreseen = foresee(q, k, v, **options, out_dtype=out_dtype)
+        foreseen = foresee(q, k, v, **options, out_dtype=out_dtype, precision=precision)
         explained = _Explained.of(foreseen, arch)
     except (ValueError, TypeError, UnsupportedError) as error:
         return Explanation(
@@ -226,7 +226,9 @@ class _Explained:
             )
         found += [EXACT, ACCURACY]
         if padded(call.v.head_dim) > MOST_TWO_LEVEL:
-            found.append(ONE_LEVEL)
+            found.append(f"head dim of V beyond {MOST_TWO_LEVEL}: {ONE_LEVEL}")
+        elif call.fast:
+            found.append(f"precision={FAST!r}: {ONE_LEVEL}; precision='fp8' sums in fp32")
         if self.foreseen.sources is None and call.v.mean is None:
             found.append("v is not centred: a constant in its channels costs accuracy that centring would save")
         if call.v.head_dim % 16:

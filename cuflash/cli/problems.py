@@ -27,7 +27,7 @@ def add_problem_options(parser: argparse._ActionsContainer) -> None:
         "--scale-first", action="store_true", help="the variant for scales that are 0, negative or extreme"
     )
     parser.add_argument("--input-dtype", choices=INPUT_DTYPES, help="type of quantized Q, K and V")
-    parser.add_argument("--one-level", action="store_true", help="of these, the variant for V without a mean")
+    parser.add_argument("--one-level", action="store_true", help="of these, the kernel of precision='fp8-fast'")
     parser.add_argument("--short", action="store_true", help="the variant for few queries, where there is one")
 
 
