@@ -18,7 +18,7 @@ from .fp8_layout import IMAGE, ROWS, by_head, tiles
 from .jit import QUANTIZING_PLANS
 from .prepare_kernels import ROLES
 from .quantized import QuantizedTensor, Role
-from .quantized_attention import Foreseen, QuantizedCall, attend_on_cpu, check_out, check_out_dtype
+from .quantized_attention import FAST, Foreseen, QuantizedCall, attend_on_cpu, check_out, check_out_dtype
 from .request import TMA_BYTES
 
 if TYPE_CHECKING:
@@ -42,13 +42,13 @@ def attention_float8(
     return_lse: Any,
     out: Any,
     out_dtype: Any,
+    precision: Any,
 ) -> Any:
     """`cuflash.attention` of 8-bit arrays; ``scales`` of each, or None, by ``"q"``, ``"k"`` and ``"v"``."""
     kind = kind_of(q)
     if kind is None:
-        return _of_foreign(
-            q, k, v, scales, out, causal=causal, scale=scale, layout=layout, return_lse=return_lse, out_dtype=out_dtype
-        )
+        options = {"causal": causal, "scale": scale, "layout": layout, "return_lse": return_lse}
+        return _of_foreign(q, k, v, scales, out, **options, out_dtype=out_dtype, precision=precision)
     out_key, out_at, at = None, 0, cast("dict[str, int | float]", {})
     key: Any
     try:
@@ -59,7 +59,8 @@ def attention_float8(
         if out is not None:
             out_key, out_at = geometry(out)
         places = q_at & 15, k_at & 15, v_at & 15, out_at & 15
-        key = (q_key, k_key, v_key, *scale_keys, out_key, places, causal, scale, layout, return_lse, out_dtype)
+        asked = causal, scale, layout, return_lse, out_dtype, precision
+        key = (q_key, k_key, v_key, *scale_keys, out_key, places, *asked)
         plan = QUANTIZING_PLANS.get(key)
     except (AttributeError, TypeError, RuntimeError):  # on the CPU, followed, or not what it should be: checked below
         key = plan = None
@@ -70,7 +71,7 @@ def attention_float8(
                 "call it under torch.no_grad(), with q.detach() and so on"
             )
         options = {"causal": causal, "scale": scale, "layout": layout, "return_lse": return_lse}
-        foreseen = foresee_float8(q, k, v, scales, **options, out=out, out_dtype=out_dtype)
+        foreseen = foresee_float8(q, k, v, scales, **options, out=out, out_dtype=out_dtype, precision=precision)
         call, arrays = foreseen.call, cast(Float8Arrays, foreseen.sources)
         if arrays.device == CPU:
             return _attend_on_cpu(call, arrays)
@@ -140,6 +141,7 @@ def foresee_float8(
     return_lse: Any,
     out: Any,
     out_dtype: Any,
+    precision: Any,
 ) -> Foreseen:
     """Check a call whole, before anything is allocated or launched."""
     layout = check_layout(layout)
@@ -154,6 +156,7 @@ def foresee_float8(
         check_flag("return_lse", return_lse),
         out,
         check_out_dtype(q8, out_dtype),
+        precision == FAST,
         (_strides(arrays, "q"), _strides(arrays, "k")),
     )
     if out is not None:

@@ -30,6 +30,8 @@ class Fp8Call(NamedTuple):
     scale : float
     q_strides, k_strides, out_strides : tuple of int
         Along (batch, seq, heads), in bytes; multiples of 16. ``out`` has rows of ``head_dim_v`` columns.
+    one_level : bool
+        As of `AttentionProblem`.
     dtypes : tuple of str
         Of Q, K and V.
     """
@@ -47,6 +49,7 @@ class Fp8Call(NamedTuple):
     q_strides: tuple[int, int, int]
     k_strides: tuple[int, int, int]
     out_strides: tuple[int, int, int]
+    one_level: bool = False
     dtypes: tuple[InputDtype, InputDtype, InputDtype] = ("float8_e4m3fn", "float8_e4m3fn", "float8_e4m3fn")
 
     @property
@@ -64,6 +67,7 @@ class Fp8Call(NamedTuple):
             input_dtype=q,
             k_dtype=k if k != q else None,
             v_dtype=v if v != q else None,
+            one_level=self.one_level,
         )
 
 

@@ -8,9 +8,9 @@ from itertools import product
 from typing import ClassVar
 
 from .arch import ARCHES
-from .config import KernelConfig, StreamConfig, pitches
-from .cpu_quantize import PARTIALS, SAMPLE
-from .fp8_layout import TILE
+from .config import KernelConfig, StreamConfig, pitches, round_up
+from .cpu_quantize import FEWEST, PARTIALS, SAMPLE
+from .fp8_layout import TILE, padded
 from .kernels import TMA_TARGETS, KernelFamily
 from .params import F32, FAST_DIV, I32, I64, POINTER, CType, Field, ParameterBlock, stride_fields
 from .problem import DTYPES, AttentionProblem, Task
@@ -33,18 +33,19 @@ class QuantizeConfig(KernelConfig):
 
     Parameters
     ----------
-    columns : {32, 64}
+    columns : {64, 128}
         Columns of a token of Q or K that a thread has.
-    parts : {1, 2, 4, 8}
+    parts : {1, 2, 4}
         Threads for each of a tile's tokens, as many as it takes.
-    stages : {1, 2}
-        Tiles in shared memory. With two, the next one arrives while one is in work.
+    stages : {1, 2, 3}
+        Tiles in shared memory, which arrive while one is in work.
     ctas : int
         Thread blocks that share a multiprocessor.
     """
 
     family: ClassVar[str] = "quantize"
     tile: ClassVar[int] = TILE
+    ticket_batch: ClassVar[int] = 8
 
     parts: int
     columns: int = 64
@@ -64,16 +65,37 @@ class QuantizeConfig(KernelConfig):
         return f"{self.threads} threads of {self.columns} columns, {self.stages} stages, {self.ctas} blocks on an SM"
 
     def stage_bytes(self, problem: AttentionProblem) -> int:
-        """A tile as it comes; its codes, which take its place, are never larger."""
+        """A tile as it comes."""
         return TILE * max(pitches(problem))
 
+    def mean_bytes(self, problem: AttentionProblem) -> int:
+        return 4 * max(padded(problem.head_dim), padded(problem.head_dim_v))
+
+    def code_pitch(self, problem: AttentionProblem) -> int:
+        """Bytes from one row's codes to those of the next one."""
+        return 64 if problem.head_dim <= 64 else round_up(problem.head_dim, 128)
+
+    def warp_columns(self, problem: AttentionProblem) -> int:
+        """Columns of V that a warp has, two chunks at least."""
+        return round_up(-(-problem.head_dim_v // (self.threads // 32)), 16)
+
+    def warp_code_bytes(self, problem: AttentionProblem) -> int:
+        """A warp's codes: of some rows, or of some columns."""
+        return max(32 // self.parts * self.code_pitch(problem), self.warp_columns(problem) * TILE)
+
     def smem_sizes(self, problem: AttentionProblem) -> Sequence[tuple[str, int]]:
-        """Tiles, the signs of the rotation over a row, the maximum of each warp, what is known of the tiles to come."""
+        """Tiles as they come and as they leave, the signs of the rotation, maxima of warps, what is known of the tiles.
+
+        The signs lie over the elements of a row; maxima have two places, and tickets those of two batches.
+        """
+        warps = self.threads // 32
         return [
             ("tiles", self.stages * self.stage_bytes(problem)),
+            ("codes", warps * self.warp_code_bytes(problem)),
+            ("means", self.stages * self.mean_bytes(problem)),
             ("signs", 2 * self.columns * self.parts),
-            ("maxima", self.threads // 32 * 4),
-            ("tickets", 64 * (self.stages + 1)),
+            ("maxima", 2 * 4 * warps),
+            ("tickets", 64 * 2 * self.ticket_batch),
         ]
 
 
@@ -83,6 +105,7 @@ class QuantizeMeansConfig(StreamConfig):
 
     family: ClassVar[str] = "quantize_means"
     sample: ClassVar[int] = SAMPLE
+    fewest: ClassVar[int] = FEWEST
     partials: ClassVar[int] = PARTIALS
 
     threads: int = field(default=256)

@@ -37,6 +37,8 @@ Strides: TypeAlias = tuple[int, int, int]
 
 OUT_DTYPES = ("float16", "bfloat16", "float32")
 """On a GPU the first two."""
+FAST = "fp8-fast"
+PRECISIONS = (None, "fp8", FAST)
 
 Scales: TypeAlias = Mapping[str, Any]
 """Of 8-bit arrays, by the operand's name; None: 1."""
@@ -56,6 +58,8 @@ class QuantizedCall(NamedTuple):
     out : array or None
         None: a new one.
     out_dtype : {"float16", "bfloat16", "float32"}
+    fast : bool
+        A GPU's tensor cores sum the output, and truncate.
     strides : pair of (tuple of int or None)
         Of the codes of Q and of K, in bytes along (batch, seq, heads); None: as the quantizer leaves them.
     """
@@ -68,6 +72,7 @@ class QuantizedCall(NamedTuple):
     return_lse: bool
     out: Any
     out_dtype: str
+    fast: bool
     strides: tuple[Strides | None, Strides | None] = (None, None)
 
     @property
@@ -90,8 +95,8 @@ class QuantizedCall(NamedTuple):
 
 
 def check_precision(precision: Any) -> None:
-    if precision not in (None, "fp8"):
-        raise ValueError(f"precision is {precision!r}; accepted are None and 'fp8'")
+    if precision not in PRECISIONS:
+        raise ValueError(f"precision is {precision!r}; accepted are {', '.join(map(repr, PRECISIONS))}")
 
 
 def is_quantized(q: Any, precision: Any, out_dtype: Any) -> bool:
@@ -125,16 +130,26 @@ def attend(q: Any, k: Any, v: Any, *, precision: Any, scales: Scales, **options:
         from .float8_attention import attention_float8
 
         check_precision(precision)
-        return attention_float8(q, k, v, scales, **options)
+        return attention_float8(q, k, v, scales, precision=precision, **options)
     if is_quantized(q, precision, options["out_dtype"]):
-        return attention_quantized(q, k, v, **options)
-    return attention_quantizing(q, k, v, **options)
+        return attention_quantized(q, k, v, precision=precision, **options)
+    return attention_quantizing(q, k, v, precision=precision, **options)
 
 
 def attention_quantizing(
-    q: Any, k: Any, v: Any, *, causal: Any, scale: Any, layout: Any, return_lse: Any, out: Any, out_dtype: Any
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    causal: Any,
+    scale: Any,
+    layout: Any,
+    return_lse: Any,
+    out: Any,
+    out_dtype: Any,
+    precision: Any,
 ) -> Any:
-    """`cuflash.attention` with ``precision="fp8"``: quantizes, then attends."""
+    """`cuflash.attention` with a ``precision``: quantizes, then attends."""
     kind = kind_of(q)
     if kind is None:
         from .arrays import bridge
@@ -144,7 +159,8 @@ def attention_quantizing(
                 "precision='fp8' is not for JAX tracers: call it outside of jax.jit, jax.grad, jax.vmap and the like, "
                 "or without precision"
             )
-        options = {"causal": causal, "scale": scale, "layout": layout, "return_lse": return_lse, "out_dtype": out_dtype}
+        options = {"causal": causal, "scale": scale, "layout": layout, "return_lse": return_lse}
+        options |= {"out_dtype": out_dtype, "precision": precision}
         outputs = {} if out is None else {"out": out}
         return bridge.call(
             lambda views: attention_quantizing(**{"out": None, **views}, **options), {"q": q, "k": k, "v": v}, outputs
@@ -157,7 +173,7 @@ def attention_quantizing(
         if out is not None:
             out_key, out_at = geometry(out)
         bits = (at["q"] | at["k"] | at["v"] | out_at) & 15
-        key = (q_key, k_key, v_key, out_key, bits, causal, scale, layout, return_lse, out_dtype)
+        key = (q_key, k_key, v_key, out_key, bits, causal, scale, layout, return_lse, out_dtype, precision)
         plan = QUANTIZING_PLANS.get(key)
     except (AttributeError, TypeError, RuntimeError):  # on the CPU, followed, or not what it should be: checked below
         key = plan = None
@@ -168,6 +184,7 @@ def attention_quantizing(
                 "it under torch.no_grad(), with q.detach() and so on, or without precision"
             )
         options = {"causal": causal, "scale": scale, "return_lse": return_lse, "out": out, "out_dtype": out_dtype}
+        options["precision"] = precision
         foreseen = foresee(q, k, v, layout=layout, **options)
         call = foreseen.call
         if call.q.device == CPU:
@@ -192,6 +209,7 @@ def attention_quantized(
     return_lse: Any,
     out: Any = None,
     out_dtype: Any = None,
+    precision: Any = None,
 ) -> Any:
     """`cuflash.attention` of quantized tensors."""
     out_key, out_at = None, 0
@@ -199,14 +217,23 @@ def attention_quantized(
     try:
         if out is not None:
             out_key, out_at = q.kind.geometry(out)
-        options = (causal, scale, layout, return_lse, out_dtype)
+        options = (causal, scale, layout, return_lse, out_dtype, precision)
         key = (q.traits, k.traits, v.traits, out_key, out_at & 15, *options)
         plan = QUANTIZED_PLANS.get(key)
     except (AttributeError, TypeError, RuntimeError):  # on the CPU, or not what it should be: checked below
         key = plan = None
     if plan is None:
         call = check_quantized(
-            q, k, v, causal=causal, scale=scale, layout=layout, return_lse=return_lse, out=out, out_dtype=out_dtype
+            q,
+            k,
+            v,
+            causal=causal,
+            scale=scale,
+            layout=layout,
+            return_lse=return_lse,
+            out=out,
+            out_dtype=out_dtype,
+            precision=precision,
         )
         if call.q.device == CPU:
             return attend_on_cpu(call, [Dequantized.of(x) for x in (call.q, call.k, call.v)])
@@ -218,7 +245,17 @@ def attention_quantized(
 
 
 def check_quantized(
-    q: Any, k: Any, v: Any, *, causal: Any, scale: Any, layout: Any, return_lse: Any, out: Any, out_dtype: Any
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    causal: Any,
+    scale: Any,
+    layout: Any,
+    return_lse: Any,
+    out: Any,
+    out_dtype: Any,
+    precision: Any = None,
 ) -> QuantizedCall:
     """Check a call whole, before anything is allocated or launched."""
     for name, x in (("q", q), ("k", k), ("v", v)):
@@ -244,6 +281,7 @@ def check_quantized(
         check_flag("return_lse", return_lse),
         out,
         check_out_dtype(q, out_dtype),
+        precision == FAST,
     )
     if out is not None:
         check_out(call)
@@ -284,16 +322,19 @@ def foresee(
     return_lse: Any,
     out: Any,
     out_dtype: Any,
+    precision: Any,
     scales: Scales = NO_SCALES,
 ) -> Foreseen:
     """Check a call of quantized tensors, of 8-bit arrays, or of arrays that would be quantized on the way."""
-    options = {"causal": causal, "scale": scale, "layout": layout, "return_lse": return_lse}
+    options: dict[str, Any] = {"causal": causal, "scale": scale, "layout": layout, "return_lse": return_lse}
     if takes_scales(q, scales):
         from .float8_attention import foresee_float8, view_foreign
 
         views, scales = view_foreign({"q": q, "k": k, "v": v} | ({} if out is None else {"out": out}), scales)
-        return foresee_float8(**{"out": None, **views}, scales=scales, **options, out_dtype=out_dtype)
+        options |= {"out_dtype": out_dtype, "precision": precision}
+        return foresee_float8(**{"out": None, **views}, scales=scales, **options)
     if isinstance(q, QuantizedTensor):
+        options["precision"] = precision
         return Foreseen(check_quantized(q, k, v, **options, out=out, out_dtype=out_dtype), None)
     from .quantize_plan import Sources
 
@@ -301,7 +342,8 @@ def foresee(
     operands = {x.name: adopt(x.name, x.array) for x in (request.q, request.k, request.v)}
     q8, k8, v8 = (_as_if_quantized(x, request.layout) for x in operands.values())
     dtype = check_out_dtype(q8, out_dtype)
-    call = QuantizedCall(q8, k8, v8, request.causal, request.scale, request.return_lse, out, dtype)
+    fast = precision == FAST
+    call = QuantizedCall(q8, k8, v8, request.causal, request.scale, request.return_lse, out, dtype, fast)
     if out is not None:
         check_out(call)
     return Foreseen(call, Sources(operands, request.layout, e5m2=False, seed=None, center=True))
@@ -318,7 +360,7 @@ def _as_if_quantized(x: Operand, layout: str) -> QuantizedTensor:
 def warm_up(q: Any, k: Any, v: Any, *, precision: Any, scales: Scales, **options: Any) -> tuple[str, ...]:
     """`cuflash.warmup` of such calls."""
     check_foreseeable(q, precision, scales, options["out_dtype"])
-    call, sources = foresee(q, k, v, scales=scales, **options)
+    call, sources = foresee(q, k, v, precision=precision, scales=scales, **options)
     if (device := call.q.device) == CPU:
         return ()
     from . import quantized_plan

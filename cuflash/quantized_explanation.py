@@ -10,7 +10,7 @@ from . import cost, driver, jit, kernels, prepare_plan
 from .arch import ARCHES, Arch, arch_for
 from .arrays import CPU, GPU_DTYPES, Operand
 from .cost import DeviceModel, Schedule, Shape
-from .cpu_quantize import SAMPLE
+from .cpu_quantize import sample
 from .errors import UnsupportedError
 from .explanation import (
     NOTHING,
@@ -28,7 +28,7 @@ from .jit import LoadedKernel
 from .problem import AttentionProblem
 from .quantize_kernels import lse_problem
 from .quantize_plan import Sources, plan_with
-from .quantized_attention import OUT_DTYPES, Foreseen, QuantizedCall, check_foreseeable, foresee
+from .quantized_attention import FAST, OUT_DTYPES, Foreseen, QuantizedCall, check_foreseeable, foresee
 from .quantized_plan import check_device, check_quantized_gpu, fp8_call, refuse_other_gpus, workspace_of
 from .request import Request
 
@@ -40,9 +40,9 @@ EXACT = (
 )
 ACCURACY = "expect RMSE near 1.4e-3 at 4096 keys of normally distributed inputs"
 ONE_LEVEL = (
-    "head dim of V beyond 128: the tensor cores alone sum the output over the keys, and truncate. Right where V has no "
-    "mean, as after centring; of a mean that is left, such as one that drifts along the sequence, or that of codes "
-    "from elsewhere, 5 % are lost at 4096 keys and 18 % at 16384"
+    "the tensor cores alone sum the output over the keys, and truncate. Right where V has no mean, as after centring; "
+    "of a mean that is left, such as one that drifts along the sequence, or that of codes from elsewhere, 5 % are lost "
+    "at 4096 keys and 18 % at 16384"
 )
 
 
@@ -63,7 +63,7 @@ def explain_quantized(
         if backward:
             raise UnsupportedError("quantized operands have no gradients; explain the call without precision")
         check_foreseeable(q, precision, options["scales"], out_dtype)
-        foreseen = foresee(q, k, v, **options, out_dtype=out_dtype)
+        foreseen = foresee(q, k, v, **options, out_dtype=out_dtype, precision=precision)
         explained = _Explained.of(foreseen, arch)
     except (ValueError, TypeError, UnsupportedError) as error:
         return Explanation(
@@ -186,7 +186,7 @@ class _Explained:
             batch, seq, heads, dim = x.sizes
             traffic["quantize"] += batch * heads * (seq * (2 * dim + padded(dim)) + 4 * tiles(seq))
             if x.role != "q":
-                traffic["quantize_means"] += batch * heads * 2 * dim * min(seq, SAMPLE)
+                traffic["quantize_means"] += batch * heads * 2 * dim * len(sample(seq))
         return traffic
 
     def attending(self, device: DeviceModel, *, compile: bool) -> list[Kernel]:
@@ -239,7 +239,9 @@ class _Explained:
         if {x.dtype for x in (call.q, call.k, call.v)} == {E4M3.name}:
             found.append(ACCURACY)
         if padded(call.v.head_dim) > MOST_TWO_LEVEL:
-            found.append(ONE_LEVEL)
+            found.append(f"head dim of V beyond {MOST_TWO_LEVEL}: {ONE_LEVEL}")
+        elif call.fast:
+            found.append(f"precision={FAST!r}: {ONE_LEVEL}; precision='fp8' sums in fp32")
         if call.v.mean is None:
             found.append("v is not centred: a constant in its channels costs accuracy that centring would save")
         if call.v.head_dim % 16:

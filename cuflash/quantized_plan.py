@@ -14,6 +14,7 @@ from .errors import UnsupportedError
 from .fp8 import E5M2
 from .fp8_layout import IMAGE, TILE, padded, tiles
 from .fp8_plan import TARGET, Fp8Addresses, Fp8Call, Fp8Plan
+from .fp8_sm90_config import MOST_TWO_LEVEL
 from .jit import span
 from .params import fast_div
 from .problem import Dtype
@@ -362,6 +363,7 @@ def fp8_call(call: QuantizedCall) -> Fp8Call:
         k_strides=call.strides[1] or _payload_strides(call.k),
         out_strides=_written_strides(call),
         dtypes=(call.q.dtype, call.k.dtype, call.v.dtype),
+        one_level=call.fast and padded(call.v.head_dim) <= MOST_TWO_LEVEL,  # beyond, there is one kernel for both
     )
 
 

@@ -29,6 +29,11 @@ class Arch(NamedTuple):
         return self.compute_capability >= (9, 0)
 
     @property
+    def overlaps_launches(self) -> bool:
+        """Whether a kernel can begin before the one before it is done."""
+        return self.compute_capability >= (9, 0)
+
+    @property
     def converts_float8(self) -> bool:
         """Whether an instruction rounds to 8-bit floats."""
         return self.compute_capability >= (8, 9)

@@ -29,7 +29,7 @@ def add_problem_options(parser: argparse._ActionsContainer) -> None:
     parser.add_argument("--input-dtype", choices=INPUT_DTYPES, help="type of quantized Q, K and V")
     parser.add_argument("--k-dtype", choices=INPUT_DTYPES, help="type of quantized K where it is another")
     parser.add_argument("--v-dtype", choices=INPUT_DTYPES, help="type of quantized V where it is another")
-    parser.add_argument("--one-level", action="store_true", help="of these, the variant for V without a mean")
+    parser.add_argument("--one-level", action="store_true", help="of these, the kernel of precision='fp8-fast'")
     parser.add_argument("--short", action="store_true", help="the variant for few queries, where there is one")
 
 

@@ -27,6 +27,18 @@ DEVICE bool cta_sync_or(bool predicate) { return __syncthreads_or(predicate); } 
 DEVICE void warp_sync() { __syncwarp(); }
 DEVICE bool warp_any(bool predicate) { return __any_sync(~0u, predicate); }
 
+// Of kernels that are launched one behind the other, so that they overlap (9.7.13.13: griddepcontrol). From sm_90 on; before, they do not overlap.
+DEVICE void grid_dependency_wait() {   // until the kernel before is done, and what it wrote can be seen
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+DEVICE void grid_dependents_launch() {   // the kernel behind may begin
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
+
 // ---- asynchronous copies (9.7.9.25.3: cp.async)
 
 // Copies kBytes when `go` is set; with kZeroFill only the first `valid` bytes are read and the others become zero.

@@ -34,14 +34,14 @@ DEVICE GlobalRows slice(const void* base, i64 batch_stride, i64 head_stride, i64
 
 // All threads of a block copy kRows rows of kDim elements, in passes of kRowsPerPass rows: a thread keeps its column and its row
 // modulo kRowsPerPass. Columns from kDim up to the next multiple of 16 become zero, so that they add nothing to a product.
-template <int kDim, int kThreads, int kAccessBytes>
+template <int kDim, int kThreads, int kAccessBytes, int kMostRows = 16>
 struct TileLoader {
     using Layout = TileLayout<kDim>;
     static constexpr int kChunks = round_up(kDim, 16) / kChunkElements;
-    static constexpr int kLanes = next_pow2(kChunks) < kThreads / 16 ? kThreads / 16 : next_pow2(kChunks);   // at most 16 rows a pass
+    static constexpr int kLanes = max_int(next_pow2(kChunks), kThreads / kMostRows);   // at most kMostRows rows a pass
     static constexpr int kRowsPerPass = kThreads / kLanes;
     static constexpr bool kWholeChunks = kDim % 16 == 0 && kAccessBytes == 16;
-    static_assert(kRowsPerPass % 8 == 0 || kRowsPerPass == 4, "the swizzle of a thread's rows must follow from its first row");
+    static_assert((kRowsPerPass & (kRowsPerPass - 1)) == 0, "the swizzle of a thread's rows must follow from its first row");
 
     u32 smem_offset;   // of the thread's chunk in its first row
     int row, chunk;

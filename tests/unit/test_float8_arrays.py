@@ -207,6 +207,19 @@ def test_formats(gpu: FakeGpu, forms: tuple[str, str, str]) -> None:
     assert gpu.launches[-1].loaded.problem.formats == tuple(form[7:11] for form in forms)
 
 
+def test_precisions(gpu: FakeGpu) -> None:
+    """The tensor cores alone sum the output if that is asked for."""
+    arrays = draw()
+    for precision, one_level in ((None, False), ("fp8-fast", True), ("fp8", False)):
+        for _ in range(2):
+            cuflash.attention(*map(gpu.array, arrays), precision=precision, q_scale=2.0)
+            assert gpu.launches[-1].loaded.problem.one_level == one_level
+        explained = cuflash.explain(*map(gpu.array, arrays), precision=precision)
+        assert explained.kernel is not None and explained.kernel.problem == gpu.launches[-1].loaded.problem
+        assert cuflash.warmup(*map(gpu.array, arrays), precision=precision)[-1] == explained.kernel.symbol
+    assert cuflash.attention(*arrays, precision="fp8-fast").dtype == ml_dtypes.bfloat16
+
+
 @pytest.mark.parametrize(
     ("lengths", "dims", "heads"),
     [

@@ -124,6 +124,9 @@ def test_precision_fp8(source: str) -> None:
     assert cuflash.attention(q, k, v, causal=True, scale=0.2, precision="fp8", out=given_out) is given_out
     assert (given_out == out).all()
     assert cuflash.attention(q, k, v, precision="fp8", out_dtype="float32").dtype == np.float32
+    for operands in ((q, k, v), quantized):
+        fast = cuflash.attention(*operands, causal=True, scale=0.2, precision="fp8-fast")
+        assert (fast == out).all()  # here it is the same function
 
 
 def test_rows_that_see_no_key() -> None:
@@ -241,7 +244,7 @@ def test_refused() -> None:
             "out has dtype float16 and the result float32",
         ),
         ((q8, k8, v8), {"out": np.empty((1, 2, 3, 4), np.float32)}, ValueError, "out has shape"),
-        ((q, k, v), {"precision": "fp16"}, ValueError, "precision is 'fp16'; accepted are None and 'fp8'"),
+        ((q, k, v), {"precision": "fp16"}, ValueError, "precision is 'fp16'; accepted are None, 'fp8', 'fp8-fast'"),
         ((q, k, v), {"out_dtype": "float16"}, TypeError, "out_dtype is for quantized operands"),
         ((q, k[:, :5], v), {"precision": "fp8"}, ValueError, "k and v differ"),
         (tuple(x.astype(np.float64) for x in (q, k, v)), {"precision": "fp8"}, cuflash.UnsupportedError, "float64"),

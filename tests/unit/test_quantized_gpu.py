@@ -306,6 +306,31 @@ def test_warmup(gpu: FakeGpu) -> None:
         cuflash.warmup(*arrays, precision="fp8", backward=True)
 
 
+def test_fast_calls_have_kernels_of_their_own(gpu: FakeGpu) -> None:
+    """Of arrays and of quantized tensors, with plans of their own; but not where there is one kernel for both."""
+    for dim_v, levels in ((64, [False, True]), (144, [False])):
+        arrays = draw(dims=(64, dim_v))
+        inputs = [gpu.array(x) for x in arrays]
+        quantized = cuflash.quantize_qkv(*inputs)
+        gpu.compiled.clear()
+        expected = cuflash.attention(*arrays, return_lse=True, precision="fp8", out_dtype="float32")
+        for operands in (inputs, quantized):
+            for precision in ("fp8", "fp8-fast", "fp8"):
+                gpu.launches.clear()
+                found = cuflash.attention(*operands, return_lse=True, precision=precision)
+                assert_close(gpu, found, expected)
+                wants = precision == "fp8-fast" and dim_v <= 128
+                assert gpu.launches[-1].loaded.problem.one_level is wants
+                explained = cuflash.explain(*operands, return_lse=True, precision=precision)
+                assert explained.kernel.problem == gpu.launches[-1].loaded.problem  # type: ignore[union-attr]
+                assert any("truncate" in note for note in explained.notes) is (precision == "fp8-fast" or dim_v > 128)
+                assert any("precision='fp8-fast'" in note for note in explained.notes) is wants
+        attending = [problem for problem in gpu.compiled if problem.task == "forward"]
+        assert [problem.one_level for problem in attending] == levels
+    ready = cuflash.warmup(*map(gpu.array, draw(dims=(32, 32))), precision="fp8-fast")
+    assert len(ready) == 3 and gpu.compiled[-1].one_level
+
+
 # --- refusals
 
 
@@ -414,7 +439,7 @@ def test_explain_without_a_gpu() -> None:
     planned = cuflash.explain(*arrays, precision="fp8", arch="sm_90")
     assert [kernel.family for kernel in planned.kernels] == ["quantize_means", "quantize", "forward_fp8_sm90"]
     means, quantize, attend = planned.kernels
-    assert means.hbm_bytes == 2 * 256 * (256 + 250) * 2
+    assert means.hbm_bytes == 2 * 250 * (256 + 250) * 2  # every 12th of 3000 tokens
     tokens = 2 * (2 * 2000 + 3000) * (2 * 256 + 256) + 2 * 3000 * (2 * 250 + 256)
     assert quantize.hbm_bytes == tokens + 4 * (4 * 16 + 2 * 2 * 24)
     own = 4 * 2000 * (256 + 2 * 256)
@@ -434,7 +459,7 @@ def test_explain_without_a_gpu() -> None:
     [
         ({"arch": "sm_80"}, "UnsupportedError", "sm_80 is the target of GPUs of compute capability 8.0"),
         ({"backward": True}, "UnsupportedError", "no gradients"),
-        ({"precision": "fp4"}, "ValueError", "accepted are None and 'fp8'"),
+        ({"precision": "fp4"}, "ValueError", "accepted are None, 'fp8', 'fp8-fast'"),
         ({"precision": None, "out_dtype": "float16"}, "TypeError", "out_dtype is for quantized operands"),
         ({"causal": "left"}, "ValueError", "causal is 'left'"),
         ({"out_dtype": "float32", "arch": "sm_90"}, "ValueError", "out_dtype is 'float32'"),
