@@ -48,6 +48,12 @@ def _sm90_config(problem: AttentionProblem) -> KernelConfig:
     return sm90.forward_config(problem)
 
 
+def _fp8_sm80_config(problem: AttentionProblem) -> KernelConfig:
+    from .arch import fp8_sm80
+
+    return fp8_sm80.forward_config(problem)
+
+
 def _fp8_sm90_config(problem: AttentionProblem) -> KernelConfig:
     from .arch import fp8_sm90
 
@@ -59,6 +65,13 @@ FAMILIES = {
     for family in (
         KernelFamily("forward_sm80", "forward_sm80.cu.j2", "cuflash_fwd_sm80", params.FORWARD_SM80, _sm80_config),
         KernelFamily("forward_sm90", "forward_sm90.cu.j2", "cuflash_fwd_sm90", params.FORWARD_SM90, _sm90_config),
+        KernelFamily(
+            "forward_fp8_sm80",
+            "forward_fp8_sm80.cu.j2",
+            "cuflash_fwd_fp8_sm80",
+            params.FORWARD_FP8_SM80,
+            _fp8_sm80_config,
+        ),
         KernelFamily(
             "forward_fp8_sm90",
             "forward_fp8_sm90.cu.j2",
@@ -81,18 +94,9 @@ def family_of(arch: str, task: Task = "forward") -> KernelFamily:
 
 
 def family_serving(problem: AttentionProblem) -> KernelFamily:
-    """The family of a problem's kernel.
-
-    Raises
-    ------
-    UnsupportedError
-        There are no kernels for quantized inputs on its target.
-    """
-    if problem.input_dtype is None:
-        return family_of(problem.arch, problem.task)
-    if problem.arch not in TMA_TARGETS.values():
-        raise UnsupportedError(f"{problem.arch} has no kernels for {problem.input_dtype} inputs: sm_90a has some")
-    return FAMILIES["forward_fp8_sm90"]
+    """The family of a problem's kernel."""
+    family = family_of(problem.arch, problem.task)
+    return family if problem.input_dtype is None else FAMILIES[family.name.replace("forward_", "forward_fp8_")]
 
 
 def family_named(name: str) -> KernelFamily:
@@ -138,6 +142,11 @@ def problem_for(request: Request, arch: str) -> AttentionProblem:
         problem = request.problem(TMA_TARGETS[arch], WIDEST_ACCESS)
         return replace(problem, short=sm90.is_short(problem, request.seqlen_q))
     return request.problem(arch)
+
+
+def fp8_target(arch: str) -> str:
+    """The target of the kernel for quantized operands on a device that ``arch`` names: these TMA can always take."""
+    return arch if _family_in_use == "forward_fp8_sm80" else TMA_TARGETS.get(arch, arch)
 
 
 def _hopper_refusal(request: Request, arch: str) -> str | None:
@@ -305,7 +314,7 @@ def shipped_problems(arch: str) -> Iterator[AttentionProblem]:
         yield from variants_by_length(replace(base, scale_first=True))
         for access_bytes in () if arch in TMA_TARGETS.values() else (8, 4, 2):
             yield replace(base, access_bytes=access_bytes)
-    if arch in TMA_TARGETS.values():
+    if arch not in TMA_TARGETS:  # calls on such devices take the kernels that load by TMA
         yield from _shipped_fp8_problems(arch)
     from .backward_kernels import shipped_problems as shipped_backward_problems
 

@@ -251,11 +251,10 @@ def warm_up(q: Any, k: Any, v: Any, *, precision: Any, **options: Any) -> tuple[
     """`cuflash.warmup` of such calls."""
     is_quantized(q, precision, options["out_dtype"])
     call, sources = foresee(q, k, v, **options)
-    if (device := call.q.device) == CPU:
+    if call.q.device == CPU:
         return ()
     from . import quantize_plan, quantized_plan
 
-    quantized_plan.check_device(device)
     if sources is None:
         quantized_plan.check_quantized_gpu(call)
     launches = () if sources is None else quantize_plan.make_plan(sources).launches
