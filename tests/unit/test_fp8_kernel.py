@@ -16,7 +16,6 @@ from cuflash.arch import ARCHES
 from cuflash.arch.fp8_sm90 import FORWARD
 from cuflash.cli.compile import kernel_jobs
 from cuflash.cli.problems import add_problem_options
-from cuflash.errors import UnsupportedError
 from cuflash.fp8_plan import Fp8Addresses, Fp8Call, make_plan
 from cuflash.fp8_sm90_config import MOST_TWO_LEVEL, Fp8Sm90Config
 from cuflash.problem import MASKS, AttentionProblem
@@ -53,13 +52,14 @@ def test_a_problem_refuses_what_no_kernel_does(change: dict[str, Any], message: 
         replace(PROBLEM, **change)
 
 
-@pytest.mark.parametrize("arch", [arch for arch in ARCHES if arch != "sm_90a"])
-def test_other_targets_have_no_kernels_yet(arch: str) -> None:
-    with pytest.raises(UnsupportedError, match=f"{arch} has no kernels for float8_e4m3fn inputs"):
-        kernels.select_config(replace(PROBLEM, arch=arch))
+@pytest.mark.parametrize("arch", ARCHES)
+def test_every_target_has_kernels(arch: str) -> None:
+    """Those that load by TMA on their target alone, whichever other a call may take."""
+    family = kernels.select_config(replace(PROBLEM, arch=arch)).family
+    assert family == ("forward_fp8_sm90" if arch == "sm_90a" else "forward_fp8_sm80")
 
 
-def test_the_kernels_of_a_device_are_those_of_the_target_that_has_some() -> None:
+def test_the_kernels_of_a_device_are_those_of_the_target_that_calls_take() -> None:
     def jobs(arch: str) -> list[str]:
         parser = argparse.ArgumentParser()
         add_problem_options(parser)
@@ -67,9 +67,14 @@ def test_the_kernels_of_a_device_are_those_of_the_target_that_has_some() -> None
         args.arch, args.all = [arch], False
         return [problem.arch for problem, _ in kernel_jobs(args)]
 
-    assert jobs("sm_90") == jobs("sm_90a") == ["sm_90a"]
-    with pytest.raises(UnsupportedError, match="sm_80 has no kernels"):
-        jobs("sm_80")
+    assert jobs("sm_90") == jobs("sm_90a") == [kernels.fp8_target("sm_90")] == ["sm_90a"]
+    assert jobs("sm_80") == [kernels.fp8_target("sm_80")] == ["sm_80"]
+
+
+def test_what_is_shipped_is_what_calls_take() -> None:
+    for arch in ARCHES:
+        shipped = {problem.arch for problem in kernels.shipped_problems(arch) if problem.input_dtype}
+        assert shipped == (set() if arch == "sm_90" else {arch})
 
 
 def test_few_queries_take_no_other_kernel() -> None:
@@ -224,6 +229,7 @@ def call_of(**changes: Any) -> Fp8Call:
     base = Fp8Call(
         batch, heads, heads_k, n, nk, d, dv, "bfloat16", nk - n, 0.125,
         (n * heads * d, heads * d, d), (nk * heads_k * d, heads_k * d, d), (n * heads * dv * 2, heads * dv * 2, dv * 2),
+        "sm_90a",
     )  # fmt: skip
     return base._replace(**changes)
 
