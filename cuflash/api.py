@@ -55,8 +55,8 @@ def attention(
         Receives the result: of the inputs' kind, dtype and device, with the output's shape, any strides, sharing no
         memory with the inputs.
     precision : None or "fp8"
-        "fp8": quantize q, k and v on the way, as `cuflash.quantize_qkv` does by default; on Hopper GPUs and on the CPU,
-        without gradients. float64 is not for that.
+        "fp8": quantize q, k and v on the way, as `cuflash.quantize_qkv` does by default; without gradients. float64 is
+        not for that.
     out_dtype : "float16", "bfloat16" or (on the CPU) "float32", optional
         Of the result, where the operands are quantized: that of what was quantized unless given.
 

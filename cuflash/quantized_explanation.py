@@ -41,9 +41,9 @@ EXACT = (
 )
 ACCURACY = "expect RMSE near 1.4e-3 at 4096 keys of normally distributed inputs"
 ONE_LEVEL = (
-    "the tensor cores alone sum the output over the keys, and truncate. Right where V has no mean, as after centring; of "
-    "a mean that is left, such as one that drifts along the sequence, or that of codes from elsewhere, 5 % are lost at "
-    "4096 keys and 18 % at 16384"
+    "the tensor cores alone sum the output over the keys, and truncate. Right where V has no mean, as after centring; "
+    "of a mean that is left, such as one that drifts along the sequence, or that of codes from elsewhere, 5 % are lost "
+    "at 4096 keys and 18 % at 16384"
 )
 CONVERTED = "tiles become fp16 on chip: memory traffic is that of 8 bits, tensor operations are those of 16"
 EMULATED = (
@@ -184,7 +184,11 @@ class _Explained:
                 traffic["quantize_means"] += batch * heads * 2 * dim * min(seq, SAMPLE)
         return [
             self.describe(
-                launch.loaded.problem, ((launch.blocks, 1, 1),), None, traffic[launch.loaded.problem.task], compile=compile
+                launch.loaded.problem,
+                ((launch.blocks, 1, 1),),
+                None,
+                traffic[launch.loaded.problem.task],
+                compile=compile,
             )
             for launch in plan.launches
         ]

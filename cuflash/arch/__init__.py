@@ -35,7 +35,7 @@ class Arch(NamedTuple):
 
     @property
     def multiplies_float8(self) -> bool:
-        """Whether ``mma.sync`` of e4m3 is an instruction: elsewhere from 8.9 on, ptxas makes conversions and fp16's of it."""
+        """Whether ``mma.sync`` of e4m3 is an instruction. On 9.0 and 10.x ptxas makes conversions and fp16's of it."""
         return self.compute_capability == (8, 9) or self.compute_capability >= (12, 0)
 
     @property

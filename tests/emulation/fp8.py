@@ -1,4 +1,4 @@
-"""Runs the Ampere-style forward kernel for e4m3 inputs on the CPU, on what the quantizer makes, as the product runs it on a GPU."""
+"""Runs the Ampere-style forward kernel for e4m3 inputs on the CPU as the product runs it on a GPU."""
 
 from __future__ import annotations
 
@@ -47,7 +47,9 @@ class Fp8Case:
     def values(self) -> list[np.ndarray]:
         """Normal ones, float32, in the layout."""
         rng = np.random.default_rng(self.dims[0])
-        rows = zip(self.lengths + self.lengths[1:], self.heads + self.heads[1:], (*self.dims[:1], *self.dims), strict=True)
+        rows = zip(
+            self.lengths + self.lengths[1:], self.heads + self.heads[1:], (*self.dims[:1], *self.dims), strict=True
+        )
         arrays = [rng.standard_normal((self.batch, n, h, d), np.float32) for n, h, d in rows]
         arrays = [arrays[0], arrays[1] + np.float32(self.mean), arrays[2] + np.float32(self.mean)]
         return [np.ascontiguousarray(x.swapaxes(1, 2)) if self.layout == "bhsd" else x for x in arrays]

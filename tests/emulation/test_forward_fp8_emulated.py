@@ -42,7 +42,11 @@ def test_tuned_configs(index: int) -> None:
     lengths = config.block_m + 17, 3 * config.block_n + 5
     found = check(Fp8Case(lengths, (d, d), (3, 1), causal=CAUSAL[index % 3], arch=row.arches[0]))
     assert found.config == config and "ldmatrix bank conflicts" not in found.report.counts
-    check(Fp8Case(lengths, (d - 48, d - 16), (3, 1), out_dtype="float16", causal=CAUSAL[(index + 1) % 3], arch=row.arches[0]))
+    check(
+        Fp8Case(
+            lengths, (d - 48, d - 16), (3, 1), out_dtype="float16", causal=CAUSAL[(index + 1) % 3], arch=row.arches[0]
+        )
+    )
 
 
 @pytest.mark.parametrize("block_n", [32, 64, 128])
@@ -89,7 +93,7 @@ def test_calls(arch: str, change: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("arch", TARGETS)
 def test_tiles_of_very_different_scales(arch: str) -> None:
-    """Scales of K and V follow their tiles, forwards and backwards by a factor of a million; very large and small ones."""
+    """Scales of K and V follow their tiles, by factors of up to a million; very large and small ones."""
     case = Fp8Case((70, 1024), (32, 32), (1, 1), causal="top_left", mean=0.0, arch=arch, options={"center": False})
     q, k, v = case.values()
     powers = np.exp2([0, -10, 10, 3, -20, 0, 7, -3]).repeat(128).astype(np.float32)[None, :, None, None]
@@ -155,10 +159,12 @@ def test_rows_that_see_no_key_are_zero_whatever_the_operands_hold(arch: str) -> 
 
 
 def test_two_levels_keep_a_mean_of_v() -> None:
-    """In the model of truncating tensor cores: one level loses some of it at 4096 keys, two levels, and fp16, do not."""
+    """In the model of truncating tensor cores: one level loses some of it, two levels, and fp16, do not."""
 
     def bias(arch: str, change: Callable[[Fp8Sm80Config], Fp8Sm80Config] = lambda config: config) -> float:
-        case = Fp8Case((64, 4096), (16, 16), (1, 1), out_dtype="float16", mean=0.0, arch=arch, options={"center": False})
+        case = Fp8Case(
+            (64, 4096), (16, 16), (1, 1), out_dtype="float16", mean=0.0, arch=arch, options={"center": False}
+        )
         q, k, v = case.values()
         quantized = case.quantized([q, k, v + np.float32(1)])
         base = replace(CODES if ARCHES[arch].multiplies_float8 else CONVERTED, block_n=64)
@@ -198,7 +204,11 @@ MUTATIONS = {
     "the mean forgotten": ("", "mean.value[j % 2]", "0.f"),
     "the shift forgotten": ("", "shifted ? lse[r] +", "shifted ? lse[r] + 0.f *"),
     "every head its own mean": ("", "(const float*)p.v_mean + kv_head * kHeadDimV", "(const float*)p.v_mean"),
-    "output not corrected": (HEADER, "fma_f32(o[w][8 * n + e], carry[w][e / 2 % 2], c[w][e])", "o[w][8 * n + e] + c[w][e]"),
+    "output not corrected": (
+        HEADER,
+        "fma_f32(o[w][8 * n + e], carry[w][e / 2 % 2], c[w][e])",
+        "o[w][8 * n + e] + c[w][e]",
+    ),
     "carry of the other row": (HEADER, "carry[w][e / 2 % 2], c", "carry[w][0], c"),
     "a mask that is not applied": ("", "if (kMasked) apply_mask(s, n0);", ""),
 }

@@ -84,7 +84,9 @@ def run_tile(launch: Launch, work: WorkTile) -> None:
     if (out_map := p.get("out_map")) is not None:
         assert out_map.dtype == problem.dtype and out_map.extents[:2] == (problem.head_dim_v, p["seqlen_q"])
         assert p["out"] == out_map.address
-        for mine, stride, extent in zip((seq, head_stride, batch_stride), out_map.strides, out_map.extents[1:], strict=True):
+        for mine, stride, extent in zip(
+            (seq, head_stride, batch_stride), out_map.strides, out_map.extents[1:], strict=True
+        ):
             assert extent == 1 or mine == stride
     address = p["out"] + work.batch * batch_stride + work.head * head_stride + first * seq
     dtype = ml_dtypes.bfloat16 if problem.dtype == "bfloat16" else np.float16

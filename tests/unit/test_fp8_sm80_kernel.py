@@ -166,7 +166,9 @@ def test_a_plan_launches_what_the_call_says(gpu: fake_gpu.FakeGpu) -> None:
     assert values["heads"] == params.fast_div(8) and values["group"] == params.fast_div(4)
     assert (values["m_tiles"], values["first_tile"], values["batch_heads"]) == (m_tiles, 0, 16)
     assert values["scale_log2"] == pytest.approx(0.125 * 1.4426950408889634)
-    strides = {name: [values[f"{name}_{axis}_stride"] for axis in ("batch", "seq", "head")] for name in ("q", "k", "out")}
+    strides = {
+        name: [values[f"{name}_{axis}_stride"] for axis in ("batch", "seq", "head")] for name in ("q", "k", "out")
+    }
     assert strides == {"q": [512000, 512, 64], "k": [128 * 777, 128, 64], "out": [1000 * 8 * 80, 8 * 80, 80]}
 
 

@@ -103,7 +103,14 @@ def test_shapes(gpu: FakeGpu, lengths: Any, dims: Any, heads: Any, causal: Any) 
 
 @pytest.mark.parametrize(
     ("capability", "arch"),
-    [((8, 0), "sm_80"), ((8, 6), "sm_86"), ((8, 9), "sm_89"), ((10, 0), "sm_100"), ((10, 3), "sm_100"), ((12, 1), "sm_120")],
+    [
+        ((8, 0), "sm_80"),
+        ((8, 6), "sm_86"),
+        ((8, 9), "sm_89"),
+        ((10, 0), "sm_100"),
+        ((10, 3), "sm_100"),
+        ((12, 1), "sm_120"),
+    ],
 )
 @pytest.mark.parametrize("causal", CAUSAL)
 def test_other_gpus(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], arch: str, causal: Any) -> None:
@@ -119,7 +126,9 @@ def test_other_gpus(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]
         loaded = gpu.launches[-1].loaded
         assert (loaded.problem.arch, loaded.config.family) == (arch, "forward_fp8_sm80")
         explained = cuflash.explain(*map(gpu.array, arrays), **options)
-        assert explained.kernels[-1].problem == loaded.problem and explained.kernels[-1].grid == (gpu.launches[-1].grid,)
+        assert explained.kernels[-1].problem == loaded.problem and explained.kernels[-1].grid == (
+            gpu.launches[-1].grid,
+        )
         symbol = cuflash.warmup(*map(gpu.array, arrays), **options)[-1]
         assert symbol.startswith("cuflash_fwd_fp8_sm80_") and symbol.endswith(loaded.config.label)
     fake_gpu.remove(gpu)
