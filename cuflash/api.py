@@ -60,11 +60,10 @@ def attention(
         Receives the result: of the inputs' kind, dtype and device, with the output's shape, any strides, sharing no
         memory with the inputs.
     precision : None, "fp8" or "fp8-fast"
-        "fp8": quantize q, k and v on the way, as `cuflash.quantize_qkv` does by default; on Hopper GPUs and on the CPU,
-        without gradients. float64 is not for that. "fp8-fast", also of quantized tensors and of codes: leave the sum
-        over the keys to the GPU's tensor cores, which truncate. That is faster, and as right where V has no mean or was
-        centred; of a mean that is left, 5 % are lost at 4096 keys and 18 % at 16384. (Where Dv exceeds 128, "fp8" does
-        the same.)
+        "fp8": quantize q, k and v on the way, as `cuflash.quantize_qkv` does by default; without gradients. float64 is
+        not for that. "fp8-fast", also of quantized tensors and of codes: leave the sum over the keys to the GPU's
+        tensor cores, which truncate. That is faster, and as right where V has no mean or was centred; of a mean that is
+        left, 5 % are lost at 4096 keys and 18 % at 16384. (Where Dv exceeds 128, "fp8" does the same.)
     out_dtype : "float16", "bfloat16" or (on the CPU) "float32", optional
         Of the result, where the operands are quantized: that of what was quantized unless given, and bfloat16 of codes.
     q_scale, k_scale, v_scale : float or float32 array, optional

@@ -13,7 +13,7 @@ from .checks import check_fellow, check_shapes
 from .fp8_layout import TILE, tiles
 from .prepare_kernels import ROLES, prepare_problem
 from .problem import AttentionProblem
-from .request import AXES, FLOAT32_MAX, TMA_BYTES, TMA_STRIDES_END, WIDEST_ACCESS
+from .request import AXES, FLOAT32_MAX, TILE_ROWS, TMA_BYTES, TMA_STRIDES_END, WIDEST_ACCESS
 
 __all__ = ["Float8Arrays", "Scale", "check_arrays", "check_number"]
 
@@ -74,16 +74,17 @@ class Float8Arrays:
 
     @cached_property
     def copied(self) -> tuple[str, ...]:
-        """Which of Q and K have to be copied, because TMA cannot take them as they are."""
-        return tuple(role for role in ("q", "k") if not self._suits_tma(role))
+        """Which of Q and K have to be copied, because neither TMA nor 16-byte loads can take them as they are."""
+        return tuple(role for role in ("q", "k") if not self._suits_kernels(role))
 
-    def _suits_tma(self, role: str) -> bool:
+    def _suits_kernels(self, role: str) -> bool:
         x, (*outer, dim) = self.operands[role], self.strides(role)
         used = [stride for stride, extent in zip(outer, self.sizes(role), strict=False) if extent > 1]
         return (
             dim == 1
             and x.shape[3] % TMA_BYTES == x.address % TMA_BYTES == 0
             and all(stride % TMA_BYTES == 0 < stride < TMA_STRIDES_END for stride in used)
+            and outer[1] * TILE_ROWS < 2**31  # in a tile, 32-bit offsets
         )
 
     @property

@@ -236,12 +236,11 @@ def shipped_problems(arch: str) -> Iterator[AttentionProblem]:
     for (d, dv), dtype in product(SHIPPED_HEAD_DIMS, DTYPES):
         for task in TASKS:
             yield AttentionProblem(d, dv, dtype, "full", 16, False, arch, task)
-    if arch in TMA_TARGETS:  # there alone attention takes what was quantized
-        from .prepare_kernels import shipped_problems as shipped_prepare_problems
+    for d in dict.fromkeys(d for d, _ in SHIPPED_HEAD_DIMS):
+        yield lse_problem(d, arch)
+    from .prepare_kernels import shipped_problems as shipped_prepare_problems
 
-        yield from shipped_prepare_problems(arch)
-        for d in dict.fromkeys(d for d, _ in SHIPPED_HEAD_DIMS):
-            yield lse_problem(d, arch)
+    yield from shipped_prepare_problems(arch)
 
 
 def lse_problem(head_dim: int, arch: str) -> AttentionProblem:

@@ -361,11 +361,10 @@ def warm_up(q: Any, k: Any, v: Any, *, precision: Any, scales: Scales, **options
     """`cuflash.warmup` of such calls."""
     check_foreseeable(q, precision, scales, options["out_dtype"])
     call, sources = foresee(q, k, v, precision=precision, scales=scales, **options)
-    if (device := call.q.device) == CPU:
+    if call.q.device == CPU:
         return ()
     from . import quantized_plan
 
-    quantized_plan.check_device(device)
     if sources is None:
         quantized_plan.check_quantized_gpu(call)
     launches = () if sources is None else quantized_plan.make_plan_of_sources(sources).launches

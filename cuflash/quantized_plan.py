@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Hashable, Mapping
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
-from . import driver, jit, quantize_plan
-from .arch import ARCHES
+from . import jit, kernels, quantize_plan
 from .arrays import Operand
 from .checks import MAX_LENGTH, check_placed
 from .config import round_up
 from .errors import UnsupportedError
-from .fp8 import E5M2
+from .fp8 import E4M3, E5M2
 from .fp8_layout import IMAGE, TILE, padded, tiles
-from .fp8_plan import TARGET, Fp8Addresses, Fp8Call, Fp8Plan
+from .fp8_plan import Fp8Addresses, Fp8Call, Fp8Plan, Fp8Sm80Plan
+from .fp8_plan import make_plan as plan_attention
 from .fp8_sm90_config import MOST_TWO_LEVEL
 from .jit import span
 from .params import fast_div
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 __all__ = [
     "QuantizedPlan",
     "QuantizingPlan",
-    "check_device",
+    "check_formats",
     "check_quantized_gpu",
     "fp8_call",
     "make_plan",
@@ -51,28 +51,6 @@ Addresses: TypeAlias = tuple[int, int, int]
 # --- checks ----------------------------------------------------------------------------------------------------
 
 
-def check_device(device: int) -> None:
-    """Refuse the GPUs that have no kernels for 8-bit operands.
-
-    Raises
-    ------
-    UnsupportedError
-    """
-    refuse_other_gpus(
-        driver.device_compute_capability(device), lambda: f"cuda:{device} is a {driver.device_properties(device).name}"
-    )
-
-
-def refuse_other_gpus(capability: tuple[int, int], describe: Callable[[], str]) -> None:
-    """The same by compute capability; ``describe`` begins the message."""
-    if capability != ARCHES[TARGET].compute_capability:
-        raise UnsupportedError(
-            f"{describe()} of compute capability {capability[0]}.{capability[1]}; float8 attention takes one of 9.0 "
-            "(Hopper): call without precision='fp8', or, to compute the quantized function, take the tensors to the "
-            "CPU with to_host()"
-        )
-
-
 def check_quantized_gpu(call: QuantizedCall) -> None:
     """Refuse what no GPU kernel takes.
 
@@ -80,7 +58,6 @@ def check_quantized_gpu(call: QuantizedCall) -> None:
     ------
     ValueError, UnsupportedError
     """
-    check_device(call.q.device)
     for name, x in (("q", call.q), ("k", call.k), ("v", call.v)):
         if any(address % TMA_BYTES for address in x.addresses):
             raise ValueError(
@@ -94,6 +71,18 @@ def check_quantized_gpu(call: QuantizedCall) -> None:
             "makes; v.to_image() makes it of rows, once"
         )
     check_sizes(call)
+
+
+def check_formats(call: QuantizedCall, arch: str) -> None:
+    """Refuse e5m2 where the kernels of a device, which ``arch`` names, take e4m3 alone."""
+    if (target := kernels.fp8_target(arch)) in kernels.TMA_TARGETS.values():
+        return
+    for name, x in (("q", call.q), ("k", call.k), ("v", call.v)):
+        if x.dtype != E4M3.name:
+            raise UnsupportedError(
+                f"{name} has dtype {x.dtype}; the kernels for {target} take {E4M3.name}, those for Hopper both: "
+                f"quantize it with dtype={E4M3.name!r}, or take it to the CPU"
+            )
 
 
 def check_sizes(call: QuantizedCall) -> None:
@@ -135,7 +124,7 @@ class QuantizedPlan:
 
     Attributes
     ----------
-    attend : Fp8Plan or None
+    attend : Fp8Plan, Fp8Sm80Plan or None
         None if nothing is launched: there are no rows, or no keys.
     shift : QuantizePlan or None
         The kernel before, where the LSE is wanted and K has a mean.
@@ -155,7 +144,7 @@ class QuantizedPlan:
         "shift",
     )  # fmt: skip
 
-    def __init__(self, call: QuantizedCall, attend: Fp8Plan | None, shift: QuantizePlan | None) -> None:
+    def __init__(self, call: QuantizedCall, attend: Fp8Plan | Fp8Sm80Plan | None, shift: QuantizePlan | None) -> None:
         self.device = call.q.device
         self.attend = attend
         self.shift = shift
@@ -203,7 +192,7 @@ class QuantizedPlan:
         if self._staged_shape is not None:
             staged, out_at = kind.empty(like, self._staged_shape, self._out_dtype)
         addresses = Fp8Addresses(v_at, q_scales, k_scales, v_scales, v_mean, shift_at, out_at, lse_at)
-        cast(Fp8Plan, self.attend).launch(q_at, k_at, addresses, stream)
+        cast("Fp8Plan | Fp8Sm80Plan", self.attend).launch(q_at, k_at, addresses, stream)
         if staged is not None:
             kind.copy(out, staged[..., : self._dim])
 
@@ -299,7 +288,6 @@ def quantizing_plan_for(foreseen: Foreseen, key: Hashable | None) -> QuantizingP
     """The same of a call of arrays, which are quantized or prepared on the way."""
     call, sources = foreseen
     assert sources is not None
-    check_device(call.q.device)
     check_placed(sources.operands.values())
     check_sizes(call)
     inputs = {} if isinstance(sources, quantize_plan.Sources) else sources.operands
@@ -336,16 +324,18 @@ def make_plan(call: QuantizedCall) -> QuantizedPlan:
     if 0 in call.lse_shape or call.k.sizes[1] == 0:
         return QuantizedPlan(call, None, None)
     device = call.q.device
-    attend = Fp8Plan(planned := fp8_call(call), jit.kernel_for(planned.problem, device))
+    arch = jit.device_arch(device).name
+    check_formats(call, arch)
+    attend = plan_attention(fp8_call(call, arch), device)
     shift = None
     if call.return_lse and call.k.mean is not None:
-        loaded = jit.kernel_for(lse_problem(padded(call.q.head_dim), jit.device_arch(device).name), device)
+        loaded = jit.kernel_for(lse_problem(padded(call.q.head_dim), arch), device)
         shift = QuantizePlan(device, (shift_launch(call, loaded),))
     return QuantizedPlan(call, attend, shift)
 
 
-def fp8_call(call: QuantizedCall) -> Fp8Call:
-    """The call as the kernel's plan takes it."""
+def fp8_call(call: QuantizedCall, arch: str) -> Fp8Call:
+    """The call as the kernel's plan takes it, on a device that ``arch`` names."""
     (batch, seq_q, heads, dim), (_, seq_k, heads_k, _) = call.q.sizes, call.k.sizes
     bottom_right = seq_k - seq_q if call.causal == "bottom_right" else 0
     return Fp8Call(
@@ -362,8 +352,9 @@ def fp8_call(call: QuantizedCall) -> Fp8Call:
         q_strides=call.strides[0] or _payload_strides(call.q),
         k_strides=call.strides[1] or _payload_strides(call.k),
         out_strides=_written_strides(call),
-        dtypes=(call.q.dtype, call.k.dtype, call.v.dtype),
+        arch=kernels.fp8_target(arch),
         one_level=call.fast and padded(call.v.head_dim) <= MOST_TWO_LEVEL,  # beyond, there is one kernel for both
+        dtypes=(call.q.dtype, call.k.dtype, call.v.dtype),
     )
 
 

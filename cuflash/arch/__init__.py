@@ -39,6 +39,11 @@ class Arch(NamedTuple):
         return self.compute_capability >= (8, 9)
 
     @property
+    def multiplies_float8(self) -> bool:
+        """Whether ``mma.sync`` of e4m3 is an instruction. On 9.0 and 10.x ptxas makes conversions and fp16's of it."""
+        return self.compute_capability == (8, 9) or self.compute_capability >= (12, 0)
+
+    @property
     def specific(self) -> bool:
         """Whether its code uses instructions of one compute capability, and so runs on no other."""
         return self.name.endswith("a")

@@ -7,6 +7,7 @@ import dataclasses
 
 from ..backward_config import BackwardConfig, BackwardRowsConfig, BackwardSm90Config, BackwardWideConfig
 from ..config import KernelConfig
+from ..fp8_sm80_config import Fp8Sm80Config
 from ..fp8_sm90_config import Fp8Sm90Config
 from ..problem import INPUT_DTYPES, TASKS, AttentionProblem
 from ..sm80_config import Sm80Config
@@ -88,7 +89,7 @@ def default_arch() -> str:
 def parse_override(text: str) -> dict[str, int]:
     """``block_n=48,ctas=2``: fields of the tuning table's config to change, of whichever family."""
     hopper = (BackwardSm90Config, BackwardWideConfig)
-    families = (Sm80Config, Sm90Config, Fp8Sm90Config, BackwardConfig, *hopper, BackwardRowsConfig)
+    families = (Sm80Config, Sm90Config, Fp8Sm80Config, Fp8Sm90Config, BackwardConfig, *hopper, BackwardRowsConfig)
     types = {field.name: field.type for family in families for field in dataclasses.fields(family) if field.compare}
     override: dict[str, int] = {}
     for part in text.split(","):

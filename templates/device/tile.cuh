@@ -54,12 +54,16 @@ struct TileLoader {
         global_offset = row * (u32)rows.row_stride + chunk * kChunkBytes;   // negative and huge strides take the scalar variant
     }
 
+    DEVICE bool has_chunk() const { return kLanes == kChunks || chunk < kChunks; }
+    // Of the thread's chunk in pass i.
+    DEVICE u32 address(u32 smem, int i) const { return (smem + smem_offset + i * kRowsPerPass * Layout::kPitch) ^ (((i * kRowsPerPass) & 7) << 4); }
+
     // Pass i of the tile at `smem`. `source` points at the tile's first row; rows from `rows_left` on are beyond the sequence and become zero.
     template <bool kCheckRows>
     DEVICE void pass(u32 smem, const unsigned char* source, const GlobalRows& rows, int i, int rows_left, bool go) const {
-        const u32 dst = (smem + smem_offset + i * kRowsPerPass * Layout::kPitch) ^ (((i * kRowsPerPass) & 7) << 4);
+        const u32 dst = address(smem, i);
         const bool inside = !kCheckRows || row + i * kRowsPerPass < rows_left;
-        if (kLanes != kChunks) go = go && chunk < kChunks;
+        go = go && has_chunk();
         if constexpr (kAccessBytes == 2) {
             if (go) st_shared(dst, gather(source, rows, i, inside));
         } else {

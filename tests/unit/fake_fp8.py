@@ -32,8 +32,13 @@ def _real(codes: np.ndarray, scales: np.ndarray, form: Format) -> np.ndarray:
 
 
 def _rows(launch: Launch, name: str, work: WorkTile) -> np.ndarray:
-    """Codes of all rows of a head, by the tensor map."""
-    made, head = launch.params[f"{name}_map"], work.head if name == "q" else work.kv_head
+    """Codes of all rows of a head, by the tensor map or by strides."""
+    p, head = launch.params, work.head if name == "q" else work.kv_head
+    if f"{name}_map" not in p:
+        address = p[name] + work.batch * p[f"{name}_batch_stride"] + head * p[f"{name}_head_stride"]
+        shape = p[f"seqlen_{name}"], launch.loaded.problem.head_dim
+        return _view(address, shape, (p[f"{name}_seq_stride"], 1), np.uint8)
+    made = p[f"{name}_map"]
     assert made.dtype == "uint8" and made.extents[0] == launch.loaded.problem.head_dim
     assert made.extents[1] == launch.params[f"seqlen_{name}"] and head < made.extents[2]
     seq, head_stride, batch_stride = made.strides
@@ -81,13 +86,15 @@ def run_tile(launch: Launch, work: WorkTile) -> None:
     top = np.where(np.isneginf(top), 0.0, top)
     weights = np.exp(scores - top)
     total = weights.sum(axis=1, keepdims=True)
-    out_map = p["out_map"]
-    assert out_map.dtype == problem.dtype and out_map.extents[:2] == (problem.head_dim_v, p["seqlen_q"])
-    seq, head_stride, batch_stride = out_map.strides
-    assert p["out"] == out_map.address
-    for axis, stride, extent in zip(("seq", "head", "batch"), out_map.strides, out_map.extents[1:], strict=True):
-        assert extent == 1 or p[f"out_{axis}_stride"] * 2 == stride
-    address = out_map.address + work.batch * batch_stride + work.head * head_stride + first * seq
+    seq, head_stride, batch_stride = (2 * p[f"out_{axis}_stride"] for axis in ("seq", "head", "batch"))
+    if (out_map := p.get("out_map")) is not None:
+        assert out_map.dtype == problem.dtype and out_map.extents[:2] == (problem.head_dim_v, p["seqlen_q"])
+        assert p["out"] == out_map.address
+        for mine, stride, extent in zip(
+            (seq, head_stride, batch_stride), out_map.strides, out_map.extents[1:], strict=True
+        ):
+            assert extent == 1 or mine == stride
+    address = p["out"] + work.batch * batch_stride + work.head * head_stride + first * seq
     dtype = ml_dtypes.bfloat16 if problem.dtype == "bfloat16" else np.float16
     with np.errstate(divide="ignore", invalid="ignore"):
         out = np.where(total == 0, 0.0, weights @ v / total + mean)

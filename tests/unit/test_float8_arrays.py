@@ -537,12 +537,32 @@ def test_refused_on_a_gpu(gpu: FakeGpu) -> None:
         cuflash.attention(q, k, v, q_scale=-2.0)
 
 
-def test_other_gpus_are_refused(gpu: FakeGpu) -> None:
-    gpu.capability = (8, 0)
-    for call in (cuflash.attention, cuflash.warmup):
-        with pytest.raises(cuflash.UnsupportedError, match=r"compute capability 8\.0; float8 attention"):
-            call(*map(gpu.array, draw()))
-    assert not gpu.launches
+@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (10, 0), (12, 0)])
+def test_other_gpus(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> None:
+    """The same operands, prepared by the same kernel; e5m2 is for Hopper."""
+    gpu = fake_gpu.install(monkeypatch, capability=capability)
+    for dims in ((64, 48), (33, 70)):
+        arrays = draw(dims=dims)
+        both(gpu, arrays, scales_of(arrays, (3, 2, "number")), causal=True)
+        assert [launch.loaded.config.family for launch in gpu.launches[-2:]] == ["prepare", "forward_fp8_sm80"]
+    count = len(gpu.launches)
+    for forms in ((E5M2, E4M3, E4M3), (E4M3, E5M2, E4M3), (E4M3, E4M3, E5M2)):
+        operands = [gpu.array(x) for x in draw(forms=forms)]
+        for call in (cuflash.attention, cuflash.warmup):
+            with pytest.raises(cuflash.UnsupportedError, match="has dtype float8_e5m2; the kernels for sm_"):
+                call(*operands)
+        assert cuflash.explain(*operands).rule == "UnsupportedError"
+        assert cuflash.explain(*draw(forms=forms), arch="sm_80").rule == "UnsupportedError"
+    assert len(gpu.launches) == count
+    fake_gpu.remove(gpu)
+
+
+def test_rows_that_are_very_far_apart_are_copied(gpu: FakeGpu) -> None:
+    """Kernels without TMA have 32 bits for offsets in a tile."""
+    gpu.execute = False
+    q, k, v = (gpu.at(0x1000, (1, 300, 1, 64), ml_dtypes.float8_e4m3fn, (0, step, 64, 1)) for step in (1 << 23, 64, 64))
+    cuflash.attention(q, k, v)
+    assert parts_of(gpu) == {"q_payload", "v_payload"}
 
 
 # ---- frameworks

@@ -56,13 +56,14 @@ def test_a_problem_refuses_what_no_kernel_does(change: dict[str, Any], message: 
         replace(PROBLEM, **change)
 
 
-@pytest.mark.parametrize("arch", [arch for arch in ARCHES if arch != "sm_90a"])
-def test_other_targets_have_no_kernels_yet(arch: str) -> None:
-    with pytest.raises(UnsupportedError, match=f"{arch} has no kernels for float8_e4m3fn inputs"):
-        kernels.select_config(replace(PROBLEM, arch=arch))
+@pytest.mark.parametrize("arch", ARCHES)
+def test_every_target_has_kernels(arch: str) -> None:
+    """Those that load by TMA on their target alone, whichever other a call may take."""
+    family = kernels.select_config(replace(PROBLEM, arch=arch)).family
+    assert family == ("forward_fp8_sm90" if arch == "sm_90a" else "forward_fp8_sm80")
 
 
-def test_the_kernels_of_a_device_are_those_of_the_target_that_has_some() -> None:
+def test_the_kernels_of_a_device_are_those_of_the_target_that_calls_take() -> None:
     def jobs(arch: str) -> list[str]:
         parser = argparse.ArgumentParser()
         add_problem_options(parser)
@@ -70,9 +71,14 @@ def test_the_kernels_of_a_device_are_those_of_the_target_that_has_some() -> None
         args.arch, args.all = [arch], False
         return [problem.arch for problem, _ in kernel_jobs(args)]
 
-    assert jobs("sm_90") == jobs("sm_90a") == ["sm_90a"]
-    with pytest.raises(UnsupportedError, match="sm_80 has no kernels"):
-        jobs("sm_80")
+    assert jobs("sm_90") == jobs("sm_90a") == [kernels.fp8_target("sm_90")] == ["sm_90a"]
+    assert jobs("sm_80") == [kernels.fp8_target("sm_80")] == ["sm_80"]
+
+
+def test_what_is_shipped_is_what_calls_take() -> None:
+    for arch in ARCHES:
+        shipped = {problem.arch for problem in kernels.shipped_problems(arch) if problem.input_dtype}
+        assert shipped == (set() if arch == "sm_90" else {arch})
 
 
 def test_few_queries_take_no_other_kernel() -> None:
@@ -187,6 +193,15 @@ def test_the_text_states_its_problem_and_config(d: int, dv: int, mask: Any) -> N
     assert "k16.f32" not in source.text
 
 
+@pytest.mark.parametrize("arch", [arch for arch in ARCHES if arch != "sm_90a"])
+@pytest.mark.parametrize(
+    "change", [{"input_dtype": "float8_e5m2"}, {"k_dtype": "float8_e5m2"}, {"v_dtype": "float8_e5m2"}]
+)
+def test_other_targets_have_no_kernels_for_e5m2(arch: str, change: dict[str, Any]) -> None:
+    with pytest.raises(UnsupportedError, match=f"{arch} has no kernels for float8_e5m2 inputs"):
+        kernels.select_config(replace(PROBLEM, arch=arch, **change))
+
+
 @pytest.mark.parametrize("formats", list(product(("e4m3", "e5m2"), repeat=3)), ids="".join)
 def test_every_combination_of_formats_has_its_products(formats: tuple[str, str, str]) -> None:
     problem = of_formats(formats)
@@ -249,6 +264,7 @@ def call_of(**changes: Any) -> Fp8Call:
     base = Fp8Call(
         batch, heads, heads_k, n, nk, d, dv, "bfloat16", nk - n, 0.125,
         (n * heads * d, heads * d, d), (nk * heads_k * d, heads_k * d, d), (n * heads * dv * 2, heads * dv * 2, dv * 2),
+        "sm_90a",
     )  # fmt: skip
     return base._replace(**changes)
 

@@ -7,13 +7,15 @@ import sys
 from collections.abc import Iterator
 from itertools import product
 from typing import Any
+from unittest import mock
 
 import ml_dtypes
 import numpy as np
 import pytest
 
 import cuflash
-from cuflash import driver, jit, quantized_attention, quantized_plan
+from cuflash import driver, jit, kernels, quantized_attention, quantized_plan
+from cuflash.arch import fp8_sm80
 from cuflash.fp8 import FORMATS
 from tests.oracle import randn
 from tests.unit import fake_gpu
@@ -115,6 +117,39 @@ def test_formats(gpu: FakeGpu, forms: tuple[Any, Any, Any]) -> None:
     explained = cuflash.explain(*quantized[0])
     assert explained.kernel is not None
     assert explained.kernel.problem == dataclasses.replace(gpu.launches[-1].loaded.problem, mask="full")
+
+
+@pytest.mark.parametrize(
+    ("capability", "arch"),
+    [
+        ((8, 0), "sm_80"),
+        ((8, 6), "sm_86"),
+        ((8, 9), "sm_89"),
+        ((10, 0), "sm_100"),
+        ((10, 3), "sm_100"),
+        ((12, 1), "sm_120"),
+    ],
+)
+@pytest.mark.parametrize("causal", CAUSAL)
+def test_other_gpus(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], arch: str, causal: Any) -> None:
+    """The same operands, the kernel of another family; results as on the CPU."""
+    gpu = fake_gpu.install(monkeypatch, capability=capability)
+    for layout, lengths, dims in (("bshd", (300, 170), (64, 48)), ("bhsd", (130, 300), (33, 70))):
+        arrays = draw(lengths, dims)
+        if layout == "bhsd":
+            arrays = [np.ascontiguousarray(x.swapaxes(1, 2)) for x in arrays]
+        options: dict[str, Any] = {"layout": layout, "causal": causal, "return_lse": True, "precision": "fp8"}
+        expected = cuflash.attention(*arrays, **options, out_dtype="float32")
+        assert_close(gpu, cuflash.attention(*map(gpu.array, arrays), **options), expected)
+        loaded = gpu.launches[-1].loaded
+        assert (loaded.problem.arch, loaded.config.family) == (arch, "forward_fp8_sm80")
+        explained = cuflash.explain(*map(gpu.array, arrays), **options)
+        assert explained.kernels[-1].problem == loaded.problem and explained.kernels[-1].grid == (
+            gpu.launches[-1].grid,
+        )
+        symbol = cuflash.warmup(*map(gpu.array, arrays), **options)[-1]
+        assert symbol.startswith("cuflash_fwd_fp8_sm80_") and symbol.endswith(loaded.config.label)
+    fake_gpu.remove(gpu)
 
 
 @pytest.mark.parametrize("scale", [0.0, -0.3, 1e-35])
@@ -334,19 +369,18 @@ def test_fast_calls_have_kernels_of_their_own(gpu: FakeGpu) -> None:
 # --- refusals
 
 
-def test_other_gpus_are_refused_before_anything_is_done(gpu: FakeGpu) -> None:
+def test_gpus_without_kernels_are_refused_before_anything_is_done(gpu: FakeGpu) -> None:
     arrays = [gpu.array(x) for x in draw()]
     quantized = cuflash.quantize_qkv(*arrays)
     gpu.launches.clear()
-    for capability in ((8, 0), (8, 9), (10, 0), (12, 0)):
-        gpu.capability = capability
-        jit.forget_plans()
-        for operands, options in ((quantized, {}), (arrays, {"precision": "fp8"})):
-            message = rf"cuda:0 is a fake of compute capability {capability[0]}\.{capability[1]}; float8 attention"
-            for call in (cuflash.attention, cuflash.warmup):
-                with pytest.raises(cuflash.UnsupportedError, match=message):
-                    call(*operands, **options)
-            assert message[:20] in (cuflash.explain(*operands, **options).refused or "")
+    gpu.capability = (7, 5)
+    jit.forget_plans()
+    message = r"compute capability 7\.5; cuflash's kernels need 8\.0"
+    for operands, options in ((quantized, {}), (arrays, {"precision": "fp8"})):
+        for call in (cuflash.attention, cuflash.warmup):
+            with pytest.raises(cuflash.UnsupportedError, match=message):
+                call(*operands, **options)
+        assert "need 8.0" in (cuflash.explain(*operands, **options).refused or "")
     assert not gpu.launches
 
 
@@ -455,9 +489,39 @@ def test_explain_without_a_gpu() -> None:
 
 
 @pytest.mark.parametrize(
+    ("arch", "family", "note", "rate"),
+    [
+        ("sm_80", "forward_fp8_sm80", "tiles become fp16 on chip", 1),
+        ("sm_86", "forward_fp8_sm80", "tiles become fp16 on chip", 1),
+        ("sm_89", "forward_fp8_sm80", "rounded to such codes", 2),
+        ("sm_90", "forward_fp8_sm90", "rounded to such codes", 2),
+        ("sm_90a", "forward_fp8_sm90", "rounded to such codes", 2),
+        ("sm_100", "forward_fp8_sm80", "tiles become fp16 on chip", 2),
+        ("sm_120", "forward_fp8_sm80", "rounded to such codes", 2),
+    ],
+)
+def test_explain_names_the_kernel_of_every_target(arch: str, family: str, note: str, rate: int) -> None:
+    planned = cuflash.explain(*draw(dtype="bfloat16"), precision="fp8", arch=arch)
+    assert planned.kernel is not None and planned.kernel.family == family
+    assert any(note in each for each in planned.notes) and planned.kernel.config.reason
+    assert not any("truncate" in each for each in planned.notes)
+    assert planned.device is not None and planned.device.float8 is (rate == 2)
+
+
+def test_explain_says_what_ptxas_does() -> None:
+    """Of a kernel on codes for a target that has no such instruction, which no table has."""
+    codes = fp8_sm80.forward_config
+    with (
+        kernels.use_family("forward_fp8_sm80"),
+        mock.patch.object(fp8_sm80, "forward_config", lambda p: codes(dataclasses.replace(p, arch="sm_89"))),
+    ):
+        planned = cuflash.explain(*draw(dtype="bfloat16"), precision="fp8", arch="sm_90")
+    assert any("no instruction of sm_90: ptxas converts" in note for note in planned.notes)
+
+
+@pytest.mark.parametrize(
     ("options", "rule", "match"),
     [
-        ({"arch": "sm_80"}, "UnsupportedError", "sm_80 is the target of GPUs of compute capability 8.0"),
         ({"backward": True}, "UnsupportedError", "no gradients"),
         ({"precision": "fp4"}, "ValueError", "accepted are None, 'fp8', 'fp8-fast'"),
         ({"precision": None, "out_dtype": "float16"}, "TypeError", "out_dtype is for quantized operands"),

@@ -64,9 +64,13 @@ DEVICE void st_release_gpu(int* p, int value) { emulation::signal_global(p, valu
 DEVICE void ldmatrix_x4(u32 (&r)[4], u32 address) { emulation::load_matrix_x4(r, address, false); }
 DEVICE void ldmatrix_x4_trans(u32 (&r)[4], u32 address) { emulation::load_matrix_x4(r, address, true); }
 template <bool kBf16>
-DEVICE void mma_m16n8k16(float* d, const u32* a, u32 b0, u32 b1) { emulation::multiply_m16n8k16(d, a, b0, b1, kBf16, false); }
+constexpr emulation::Element kElement = kBf16 ? emulation::Element::bf16 : emulation::Element::fp16;
 template <bool kBf16>
-DEVICE void mma_m16n8k16_first(float* d, const u32* a, u32 b0, u32 b1) { emulation::multiply_m16n8k16(d, a, b0, b1, kBf16, true); }
+DEVICE void mma_m16n8k16(float* d, const u32* a, u32 b0, u32 b1) { emulation::multiply(d, a, b0, b1, kElement<kBf16>, false); }
+template <bool kBf16>
+DEVICE void mma_m16n8k16_first(float* d, const u32* a, u32 b0, u32 b1) { emulation::multiply(d, a, b0, b1, kElement<kBf16>, true); }
+DEVICE void mma_m16n8k32_e4m3(float* d, const u32* a, u32 b0, u32 b1) { emulation::multiply(d, a, b0, b1, emulation::Element::e4m3, false); }
+DEVICE void mma_m16n8k32_e4m3_first(float* d, const u32* a, u32 b0, u32 b1) { emulation::multiply(d, a, b0, b1, emulation::Element::e4m3, true); }
 template <bool kBf16>
 DEVICE u32 pack_pair(float low, float high) {
     return emulation::to_element(low, kBf16) | (u32)emulation::to_element(high, kBf16) << 16;
@@ -84,6 +88,21 @@ DEVICE u32 pack_float8x4(float a, float b, float c, float d) {
     u32 word = 0;
     for (int i = 0; i < 4; i++) word |= (u32)emulation::to_float8(four[i], kE5m2) << (8 * i);
     return word;
+}
+
+DEVICE u32 unpack_e4m3x2(u32 codes) {
+    u32 pair = 0;
+    for (int i = 0; i < 2; i++) pair |= (u32)emulation::to_element(emulation::from_e4m3((uint8_t)(codes >> 8 * i)), false) << 16 * i;
+    return pair;
+}
+template <u32 kSelector>
+DEVICE u32 select_bytes(u32 x) {
+    u32 y = 0;
+    for (int i = 0; i < 4; i++) {
+        const u32 digit = kSelector >> 4 * i & 15;
+        if (digit < 4) y |= (x >> 8 * digit & 0xff) << 8 * i;
+    }
+    return y;
 }
 
 // ---- arithmetic; .ftz flushes subnormal inputs and results to zero of the same sign
