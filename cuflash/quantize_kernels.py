@@ -24,6 +24,9 @@ __all__ = [
 TASKS: tuple[Task, ...] = ("quantize_means", "quantize")
 SHIPPED_HEAD_DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256))
 
+SMEM_OF_A_BLOCK = 1024
+"""What the system takes of an SM's shared memory for each block."""
+
 SIGN_BITS = CType("SignBits", "8I", 32, 4)
 
 
@@ -135,14 +138,17 @@ class QuantizeLseConfig(StreamConfig):
 
 
 def quantize_config(problem: AttentionProblem) -> QuantizeConfig:
-    """Two stages where they fit, and as many blocks as registers and shared memory allow."""
+    """As many blocks as registers and shared memory allow, and then two stages, if they fit."""
     dim = max(problem.head_dim, problem.head_dim_v)
     parts = 1 if dim <= 64 else 2 if dim <= 128 else 4
-    arch = ARCHES[problem.arch]
-    stages = 2 if QuantizeConfig(parts=parts).smem_bytes(problem) <= arch.smem_per_block else 1
-    smem_bytes = QuantizeConfig(parts=parts, stages=stages).smem_bytes(problem) + 1024
-    ctas = min(4 // parts, arch.smem_per_sm // smem_bytes)
-    return QuantizeConfig(parts=parts, stages=stages, ctas=ctas, reason="64 values a thread, so 128 registers")
+    room = ARCHES[problem.arch].smem_per_sm
+
+    def config(stages: int) -> QuantizeConfig:
+        smem_bytes = QuantizeConfig(parts=parts, stages=stages).smem_bytes(problem) + SMEM_OF_A_BLOCK
+        ctas = min(4 // parts, room // smem_bytes)
+        return QuantizeConfig(parts=parts, stages=stages, ctas=ctas, reason="64 values a thread, so 128 registers")
+
+    return max(config(2), config(1), key=lambda config: config.ctas)
 
 
 def quantize_means_config(problem: AttentionProblem) -> QuantizeMeansConfig:

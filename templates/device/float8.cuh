@@ -134,9 +134,10 @@ DEVICE void rotate(float (&x)[kCount], int part) {
         #pragma unroll
         for (int size = kLaneColumns; size <= 256; size *= 2)
             if (part < kHeadDim / size * (size / kLaneColumns)) norm = kOver * hadamard_norm(size);
-        if (hadamard_block(kHeadDim, 0) == kHeadDim && kOver * hadamard_norm(kHeadDim) == 1.f) return;
-        #pragma unroll
-        for (int i = 0; i < kCount; i++) x[i] = mul_f32(x[i], norm);
+        if constexpr (hadamard_block(kHeadDim, 0) != kHeadDim || kOver * hadamard_norm(kHeadDim) != 1.f) {
+            #pragma unroll
+            for (int i = 0; i < kCount; i++) x[i] = mul_f32(x[i], norm);
+        }
     }
 }
 
