@@ -35,23 +35,23 @@ struct Fp8Softmax {
     // Makes new scores ready for probability(), and the sums fit their references; `correction` does that to O. `scale` is that of the scores.
     DEVICE void update(Scores& s, float scale, float (&correction)[2]) {
         float next[2];
-        const bool is_special = warp_any(!take_maxima(s, scale, next));
+        const bool is_special = warp_any(take_maxima(s, scale, next));
         if (is_special) find_maxima(s, next);
         raise_references(next, correction);
         if (is_special) subtract_references(s);
     }
 
-    // The parts of an update. First, the references to come; false where they are not those, or the scores need their references subtracted.
+    // The parts of an update. First, the references to come; true where they are not those yet, or where the scores need them subtracted.
     DEVICE bool take_maxima(const Scores& s, float scale, float (&next)[2]) {
         factor = max_nan_f32(scale, kSmallestFactor);   // NaN for scales that are none: so is all that comes of them
-        bool ordinary = true;
+        bool special = false;
         #pragma unroll
         for (int r = 0; r < 2; r++) {
             const int top = quad_max_s32(top_bits(s, r));
             next[r] = max_f32(reference[r], mul_f32(bits_float(top), factor));
-            ordinary &= top >= 0 & (fabsf(next[r]) < kLargeReference);
+            special |= top < 0 | !(fabsf(next[r]) < kLargeReference);
         }
-        return ordinary;
+        return special;
     }
     // The same of any scores, for rows whose scores are all negative.
     DEVICE void find_maxima(const Scores& s, float (&next)[2]) const {
@@ -112,10 +112,10 @@ private:
 template <int kRowBlocks, int kColumns>
 DEVICE void update_together(Fp8Softmax<kColumns> (&softmax)[kRowBlocks], float (&s)[kRowBlocks][kColumns / 2], float scale, float (&correction)[kRowBlocks][2]) {
     float next[kRowBlocks][2];
-    bool ordinary = true;
+    bool special = false;
     #pragma unroll
-    for (int w = 0; w < kRowBlocks; w++) ordinary &= softmax[w].take_maxima(s[w], scale, next[w]);
-    const bool is_special = warp_any(!ordinary);
+    for (int w = 0; w < kRowBlocks; w++) special |= softmax[w].take_maxima(s[w], scale, next[w]);
+    const bool is_special = warp_any(special);
     if (is_special) {
         #pragma unroll
         for (int w = 0; w < kRowBlocks; w++) softmax[w].find_maxima(s[w], next[w]);

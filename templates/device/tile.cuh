@@ -63,7 +63,7 @@ struct TileLoader {
     DEVICE void pass(u32 smem, const unsigned char* source, const GlobalRows& rows, int i, int rows_left, bool go) const {
         const u32 dst = address(smem, i);
         const bool inside = !kCheckRows || row + i * kRowsPerPass < rows_left;
-        go = go && has_chunk();
+        if (kLanes != kChunks) go = go && chunk < kChunks;
         if constexpr (kAccessBytes == 2) {
             if (go) st_shared(dst, gather(source, rows, i, inside));
         } else {

@@ -203,7 +203,7 @@ MUTATIONS = {
     "the last unit forgotten": ("", "(unit / Product::kUnit)", "(1.f / Product::kUnit)"),
     "the mean forgotten": ("", "mean.value[j % 2]", "0.f"),
     "the shift forgotten": ("", "shifted ? lse[r] +", "shifted ? lse[r] + 0.f *"),
-    "every head its own mean": ("", "(const float*)p.v_mean + kv_head * kHeadDimV", "(const float*)p.v_mean"),
+    "every head its own mean": ("", "(const float*)p.v_mean + (i64)kv_head * kHeadDimV", "(const float*)p.v_mean"),
     "output not corrected": (
         HEADER,
         "fma_f32(o[w][8 * n + e], carry[w][e / 2 % 2], c[w][e])",
