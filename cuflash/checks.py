@@ -9,7 +9,7 @@ from typing import Any, Protocol, cast
 
 import numpy as np
 
-from .arrays import CPU, GPU_DTYPES, ITEM_BYTES, Operand, kind_of
+from .arrays import CPU, FLOAT8_DTYPES, GPU_DTYPES, ITEM_BYTES, Operand, kind_of
 from .errors import UnsupportedError
 from .problem import MAX_HEAD_DIM
 from .request import AXES, FLOAT32_MAX, LOG2_E, Causal, Request
@@ -147,6 +147,7 @@ def _adopt(arrays: dict[str, Any]) -> list[Operand]:
 
             raise TypeError(bridge.mixed(operands[0].kind.LABEL, name, bridge.label(name, x)))
         operands.append(kind.operand(name, x))
+        _refuse_float8(operands[-1])
     q = operands[0]
     for other in operands[1:]:
         check_fellow(q, other)
@@ -156,6 +157,14 @@ def _adopt(arrays: dict[str, Any]) -> list[Operand]:
                 "cast one of them"
             )
     return operands
+
+
+def _refuse_float8(x: Operand) -> None:
+    if x.dtype in FLOAT8_DTYPES:
+        raise UnsupportedError(
+            f"{x.name} has dtype {x.dtype}, whose scales are not known: cuflash.attention takes q, k and v all of such "
+            "types, with q_scale=, k_scale= and v_scale=, without gradients; or cast it to bfloat16 or float16"
+        )
 
 
 def check_fellow(q: Operand, other: Operand) -> None:

@@ -2,15 +2,17 @@
 
 All arithmetic is float32, each operation rounded to nearest even, subnormal numbers kept.
 
-1. **Mean** of a channel of one head (K and V, unless ``center=False``). The sample is `sample`: at most `SAMPLE` tokens
-   in the middle of as many equal stretches of the sequence. Token j of it is added to partial sum j mod `PARTIALS`,
-   in order of j, beginning with 0; NaN and infinities are left out. Partial sums are added as a binary tree: sum r and
+1. **Mean** of a channel of one head (K and V, unless ``center=False``). The sample is `sample`: up to `SAMPLE` tokens,
+   at equal distances. Token j of it is added to partial sum j mod `PARTIALS`, in order of j, beginning with 0; NaN and
+   infinities are left out. Partial sums are added as a binary tree: sum r and
    sum r + 16 for r < 16, then r + 8, and so on. The result is divided by the number of tokens added; it is 0 if there
    were none or the sum overflowed.
 2. **Rotation** (Q, K and the mean of K, with ``hadamard=True``): signs from the seed, then Hadamard butterflies over
    blocks of columns, whose sizes are the powers of two that make up the head dim, the largest first. For the distances
    s = 1, 2, 4, ...: in every block larger than s, columns c and c + s (c mod 2s < s) become their sum and difference.
-   Then each column is multiplied by float32(1 / sqrt(block)).
+   Then each column is multiplied by float32(1 / sqrt(block)). Of Q and K, a power of two of that, `unit`, is left to
+   the scale: until then values are kept as multiples of it, so that nothing is to be multiplied where the head dim is
+   16, 64 or 256.
 3. The mean is subtracted.
 4. **Scale** of a tile: the largest finite magnitude divided by the format's largest number, at least 2^-126; 1 where
    all is zero (or nothing finite).
@@ -27,20 +29,22 @@ import numpy as np
 from .fp8 import Format
 from .fp8_layout import TILE, padded
 
-__all__ = ["SAMPLE", "mean_of", "quantize_tiles", "rotate", "rotate_back", "sample", "signs"]
+__all__ = ["SAMPLE", "mean_of", "quantize_tiles", "rotate", "rotate_back", "sample", "signs", "unit"]
 
 Array: TypeAlias = "np.ndarray[Any, Any]"
 
 SAMPLE = 256
+FEWEST = 8
+"""Of so many tokens one at least is not in the sample of a long sequence: reading it costs less than the codes."""
 PARTIALS = 32
 SMALLEST_SCALE = np.float32(2.0**-126)
 """The smallest normal number: the reciprocal of every scale is one, too."""
 
 
 def sample(length: int) -> Array:
-    """The tokens whose mean is taken, ascending: all of them up to `SAMPLE`."""
-    count = min(length, SAMPLE)
-    return (2 * np.arange(count, dtype=np.int64) + 1) * length // (2 * count) if count else np.arange(0)
+    """The tokens whose mean is taken, ascending: up to `SAMPLE`, of half as many every one, else at most every 8th."""
+    step = max(-(-length // SAMPLE), min(FEWEST, -(-2 * length // SAMPLE)), 1)
+    return np.arange(step // 2, length, step)
 
 
 def mean_of(x: Array) -> Array:
@@ -76,8 +80,13 @@ def signs(seed: int, dim: int) -> Array:
     return np.array([words >> column & 1 for column in range(dim)], bool)
 
 
-def _hadamard(x: Array) -> None:
-    """The butterflies of step 2 on the last axis of a contiguous float32 array, in place."""
+def unit(dim: int) -> float:
+    """Of the values of a rotated row while it is quantized: the power of two at or above 1 / sqrt(largest block)."""
+    return float(2.0 ** -((dim.bit_length() - 1) // 2))
+
+
+def _hadamard(x: Array, of: float = 1.0) -> None:
+    """The butterflies of step 2 on the last axis of a contiguous float32 array, in place; the result is in units."""
     dim = x.shape[-1]
     norms = np.empty(dim, np.float32)
     distance = 1
@@ -86,16 +95,16 @@ def _hadamard(x: Array) -> None:
         pairs = x[..., :inside].reshape(*x.shape[:-1], -1, 2, distance)
         total, difference = pairs[..., 0, :] + pairs[..., 1, :], pairs[..., 0, :] - pairs[..., 1, :]
         x[..., :inside] = np.stack([total, difference], axis=-2).reshape(*x.shape[:-1], inside)
-        norms[inside : dim // distance * distance] = np.float32(distance**-0.5)
+        norms[inside : dim // distance * distance] = np.float32(distance**-0.5) / np.float32(of)
         distance *= 2
     x *= norms
 
 
-def rotate(x: Array, negated: Array) -> Array:
-    """Step 2 for float32 rows (..., dim)."""
+def rotate(x: Array, negated: Array, of: float = 1.0) -> Array:
+    """Step 2 for float32 rows (..., dim); the result is in units ``of``."""
     turned = np.where(negated, -x, x)
     with np.errstate(all="ignore"):
-        _hadamard(turned)
+        _hadamard(turned, of)
     return turned
 
 
@@ -127,19 +136,22 @@ def quantize_tiles(x: Array, form: Format, mean: Array | None, negated: Array | 
     scales : float32 array (tiles,)
     """
     length, dim = x.shape
+    of = np.float32(1 if negated is None else unit(dim))
     codes = np.zeros((-(-length // TILE), TILE, padded(dim)), np.uint8)
     scales = np.ones(len(codes), np.float32)
     with np.errstate(all="ignore"):
         for tile, first in enumerate(range(0, length, TILE)):
             rows = x[first : first + TILE].astype(np.float32)
             if negated is not None:
-                rows = rotate(rows, negated)
+                rows = rotate(rows, negated, float(of))
             if mean is not None:
-                rows -= mean
+                rows -= mean / of
             finite = np.isfinite(rows)
             largest = np.abs(rows).max(initial=0, where=finite)
             if largest > 0:
-                scales[tile] = np.maximum(largest / np.float32(form.largest), SMALLEST_SCALE)
+                scales[tile] = np.maximum(largest / np.float32(form.largest), SMALLEST_SCALE / of)
             rows[~finite] = np.nan
             codes[tile, : len(rows), :dim] = form.encode(rows / scales[tile])
+            if largest > 0:
+                scales[tile] *= of
     return codes, scales

@@ -384,3 +384,36 @@ def launch(
     result = _cu.cuLaunchKernel(handle, *grid, *block, smem_bytes, stream, params_address, 0)
     if result[0]:
         check(result)
+
+
+def launch_early(
+    handle: int,
+    grid: tuple[int, int, int],
+    block: tuple[int, int, int],
+    smem_bytes: int,
+    stream: int,
+    params_address: int,
+) -> None:
+    """The same of a kernel that may begin when the one before it in the stream allows that, and waits for it itself.
+
+    Takes a device of compute capability 9.0 or later (programmatic dependent launch).
+    """
+    config = _cu.CUlaunchConfig()
+    config.gridDimX, config.gridDimY, config.gridDimZ = grid
+    config.blockDimX, config.blockDimY, config.blockDimZ = block
+    config.sharedMemBytes = smem_bytes
+    config.hStream = stream
+    config.attrs = [_early_attribute()]
+    config.numAttrs = 1
+    result = _cu.cuLaunchKernelEx(config, handle, params_address, 0)
+    if result[0]:
+        check(result)
+
+
+@functools.cache
+def _early_attribute() -> Any:
+    attribute, value = _cu.CUlaunchAttribute(), _cu.CUlaunchAttributeValue()
+    value.programmaticStreamSerializationAllowed = 1
+    attribute.id = _cu.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+    attribute.value = value
+    return attribute

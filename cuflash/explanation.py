@@ -168,12 +168,15 @@ def explain(
     arch: str | None = None,
     precision: str | None = None,
     out_dtype: Any = None,
+    q_scale: Any = None,
+    k_scale: Any = None,
+    v_scale: Any = None,
 ) -> Explanation:
     """Say what `cuflash.attention`, or the gradients of a call of it, would do with the same arguments; nothing runs.
 
     Parameters
     ----------
-    q, k, v, causal, scale, layout, return_lse, out, precision, out_dtype
+    q, k, v, causal, scale, layout, return_lse, out, precision, out_dtype, q_scale, k_scale, v_scale
         As for `cuflash.attention`, also of quantized tensors. Only shapes, strides, types and devices of the arrays
         matter.
     backward : bool
@@ -202,10 +205,12 @@ def explain(
     if arch is not None and arch not in ARCHES:
         raise ValueError(f"arch is {arch!r}; accepted are {', '.join(ARCHES)}")
     backward = check_flag("backward", backward)
-    if precision is not None or out_dtype is not None or bridge.is_quantized(q):
+    scales = {"q": q_scale, "k": k_scale, "v": v_scale}
+    if bridge.concerns_float8(q, precision, out_dtype, scales):
         from .quantized_explanation import explain_quantized
 
         options = {"causal": causal, "scale": scale, "layout": layout, "return_lse": return_lse, "out": out}
+        options["scales"] = scales
         return explain_quantized(
             q, k, v, **options, precision=precision, out_dtype=out_dtype, backward=backward, compile=compile, arch=arch
         )

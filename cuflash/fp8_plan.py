@@ -5,15 +5,19 @@ from __future__ import annotations
 from typing import NamedTuple, cast
 
 from . import counters, driver, jit, kernels
-from .fp8_sm90_config import TILE, Fp8Sm90Config
+from .fp8_layout import TILE
+from .fp8_sm80_config import Fp8Sm80Config
+from .fp8_sm90_config import Fp8Sm90Config
 from .jit import LoadedKernel, TensorGeometry
-from .params import FORWARD_FP8_SM90, fast_div
-from .problem import AttentionProblem, Dtype
+from .params import FORWARD_FP8_SM80, FORWARD_FP8_SM90, fast_div
+from .problem import AttentionProblem, Dtype, InputDtype
 from .request import FOLDED_SCALES, LOG2_E, TMA_TILE_ROWS
 
-TARGET = "sm_90a"
+_pack_sm80 = FORWARD_FP8_SM80.launch_block.pack_into
+_pack_sm90 = FORWARD_FP8_SM90.launch_block.pack_into
 
-_pack = FORWARD_FP8_SM90.launch_block.pack_into
+
+AXES = ("batch", "seq", "head")
 
 
 class Fp8Call(NamedTuple):
@@ -30,6 +34,12 @@ class Fp8Call(NamedTuple):
     scale : float
     q_strides, k_strides, out_strides : tuple of int
         Along (batch, seq, heads), in bytes; multiples of 16. ``out`` has rows of ``head_dim_v`` columns.
+    arch : str
+        The kernel's target.
+    one_level : bool
+        As of `AttentionProblem`.
+    dtypes : tuple of str
+        Of Q, K and V.
     """
 
     batch: int
@@ -45,10 +55,14 @@ class Fp8Call(NamedTuple):
     q_strides: tuple[int, int, int]
     k_strides: tuple[int, int, int]
     out_strides: tuple[int, int, int]
+    arch: str
+    one_level: bool = False
+    dtypes: tuple[InputDtype, InputDtype, InputDtype] = ("float8_e4m3fn", "float8_e4m3fn", "float8_e4m3fn")
 
     @property
     def problem(self) -> AttentionProblem:
         """The kernel that serves the call."""
+        q, k, v = self.dtypes
         return AttentionProblem(
             head_dim=self.head_dim,
             head_dim_v=self.head_dim_v,
@@ -56,8 +70,11 @@ class Fp8Call(NamedTuple):
             mask="full" if self.causal_offset is None else "causal",
             access_bytes=16,
             scale_first=not FOLDED_SCALES[0] <= self.scale * LOG2_E <= FOLDED_SCALES[1],
-            arch=TARGET,
-            input_dtype="float8_e4m3fn",
+            arch=self.arch,
+            input_dtype=q,
+            k_dtype=k if k != q else None,
+            v_dtype=v if v != q else None,
+            one_level=self.one_level,
         )
 
 
@@ -75,7 +92,7 @@ class Fp8Addresses(NamedTuple):
 
 
 class Fp8Plan:
-    """Everything about a call but its pointers.
+    """Everything about a call of a Hopper kernel but its pointers.
 
     Parameters
     ----------
@@ -117,28 +134,74 @@ class Fp8Plan:
         buffer = jit.argument_buffer(device)
         maps = jit.tensor_maps(self, self._geometry, q, k, addresses.out)
         counter = counters.take(device, stream) if self._counted else counters.NO_COUNTER
-        _pack(buffer.block, 0, maps, *addresses, counter, self._tail)
+        _pack_sm90(buffer.block, 0, maps, *addresses, counter, self._tail)
         driver.launch(self.loaded.kernel.handle, *self._shape, stream, buffer.address)
 
 
-def make_plan(call: Fp8Call, device: int) -> Fp8Plan:
+class Fp8Sm80Plan:
+    """The same of an Ampere-style kernel.
+
+    Attributes
+    ----------
+    launches : tuple of (grid, packed parameters after the addresses)
+    """
+
+    __slots__ = ("_device", "_smem_bytes", "_threads", "launches", "loaded")
+
+    def __init__(self, call: Fp8Call, loaded: LoadedKernel) -> None:
+        config = cast("Fp8Sm80Config", loaded.config)
+        grid = kernels.forward_grid(
+            loaded.problem,
+            config,
+            call.batch * call.heads,
+            call.heads // call.heads_k,
+            call.seqlen_q,
+            call.seqlen_k,
+        )
+        values = _common_values(call) | {"m_tiles": grid.m_tiles}
+        for name, strides in (("q", call.q_strides), ("k", call.k_strides)):
+            values |= {f"{name}_{axis}_stride": stride for axis, stride in zip(AXES, strides, strict=True)}
+        self.loaded = loaded
+        self._device = loaded.kernel.device
+        self._threads = config.threads, 1, 1
+        self._smem_bytes = config.smem_bytes(loaded.problem)
+        self.launches = tuple(
+            (blocks, FORWARD_FP8_SM80.pack_tail(values | {"first_tile": first})) for first, blocks in grid.launches
+        )
+
+    def launch(self, q: int, k: int, addresses: Fp8Addresses, stream: int) -> None:
+        """Launch on a stream of the kernel's device, whose context must be current."""
+        for blocks, tail in self.launches:
+            buffer = jit.argument_buffer(self._device)
+            _pack_sm80(buffer.block, 0, q, k, *addresses, tail)
+            driver.launch(self.loaded.kernel.handle, blocks, self._threads, self._smem_bytes, stream, buffer.address)
+
+
+def make_plan(call: Fp8Call, device: int) -> Fp8Plan | Fp8Sm80Plan:
     """Plan a call; compiles and loads its kernel if that was not done before."""
-    return Fp8Plan(call, jit.kernel_for(call.problem, device))
+    loaded = jit.kernel_for(call.problem, device)
+    return Fp8Plan(call, loaded) if loaded.config.family == "forward_fp8_sm90" else Fp8Sm80Plan(call, loaded)
 
 
 def _values(call: Fp8Call, grid: kernels.PersistentGrid) -> dict[str, int | float | tuple[int, ...]]:
-    """The parameter block but for what follows from addresses."""
-    strides = zip(("batch", "seq", "head"), call.out_strides, strict=True)
+    """The parameter block of a Hopper kernel but for what follows from addresses."""
+    return _common_values(call) | {
+        "section_tiles": fast_div(grid.section * grid.m_tiles),
+        "section": fast_div(grid.section),
+        "last_section": fast_div(grid.last_section),
+        "m_tiles": grid.m_tiles,
+        "tiles": grid.tiles,
+    }
+
+
+def _common_values(call: Fp8Call) -> dict[str, int | float | tuple[int, ...]]:
+    """What both families take."""
+    strides = zip(AXES, call.out_strides, strict=True)
     return {
         **{f"out_{axis}_stride": stride // 2 for axis, stride in strides},
         "heads": fast_div(call.heads),
         "group": fast_div(call.heads // call.heads_k),
-        "section_tiles": fast_div(grid.section * grid.m_tiles),
-        "section": fast_div(grid.section),
-        "last_section": fast_div(grid.last_section),
         "batch_heads": call.batch * call.heads,
-        "m_tiles": grid.m_tiles,
-        "tiles": grid.tiles,
         "kv_heads": call.heads_k,
         "q_tiles": -(-call.seqlen_q // TILE),
         "k_tiles": -(-call.seqlen_k // TILE),

@@ -1,4 +1,4 @@
-"""How the Hopper forward kernel for e4m3 inputs computes."""
+"""How the Hopper forward kernel for 8-bit inputs computes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MOST_TWO_LEVEL = 128
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fp8Sm90Config(Sm90Config):
-    """A kernel of the structure of `Sm90Config` for e4m3 inputs with a scale for every 128 tokens.
+    """A kernel of the structure of `Sm90Config` for e4m3 and e5m2 inputs with a scale for every 128 tokens.
 
     Parameters
     ----------

@@ -48,6 +48,12 @@ def _sm90_config(problem: AttentionProblem) -> KernelConfig:
     return sm90.forward_config(problem)
 
 
+def _fp8_sm80_config(problem: AttentionProblem) -> KernelConfig:
+    from .arch import fp8_sm80
+
+    return fp8_sm80.forward_config(problem)
+
+
 def _fp8_sm90_config(problem: AttentionProblem) -> KernelConfig:
     from .arch import fp8_sm90
 
@@ -59,6 +65,13 @@ FAMILIES = {
     for family in (
         KernelFamily("forward_sm80", "forward_sm80.cu.j2", "cuflash_fwd_sm80", params.FORWARD_SM80, _sm80_config),
         KernelFamily("forward_sm90", "forward_sm90.cu.j2", "cuflash_fwd_sm90", params.FORWARD_SM90, _sm90_config),
+        KernelFamily(
+            "forward_fp8_sm80",
+            "forward_fp8_sm80.cu.j2",
+            "cuflash_fwd_fp8_sm80",
+            params.FORWARD_FP8_SM80,
+            _fp8_sm80_config,
+        ),
         KernelFamily(
             "forward_fp8_sm90",
             "forward_fp8_sm90.cu.j2",
@@ -86,13 +99,12 @@ def family_serving(problem: AttentionProblem) -> KernelFamily:
     Raises
     ------
     UnsupportedError
-        There are no kernels for quantized inputs on its target.
+        There are no kernels for such quantized inputs on its target.
     """
-    if problem.input_dtype is None:
-        return family_of(problem.arch, problem.task)
-    if problem.arch not in TMA_TARGETS.values():
-        raise UnsupportedError(f"{problem.arch} has no kernels for {problem.input_dtype} inputs: sm_90a has some")
-    return FAMILIES["forward_fp8_sm90"]
+    family = family_of(problem.arch, problem.task)
+    if "e5m2" in problem.formats and problem.arch not in TMA_TARGETS.values():
+        raise UnsupportedError(f"{problem.arch} has no kernels for float8_e5m2 inputs: sm_90a has some")
+    return family if problem.input_dtype is None else FAMILIES[family.name.replace("forward_", "forward_fp8_")]
 
 
 def family_named(name: str) -> KernelFamily:
@@ -103,6 +115,10 @@ def family_named(name: str) -> KernelFamily:
         from .quantize_kernels import FAMILIES as QUANTIZE_FAMILIES
 
         return QUANTIZE_FAMILIES[name]
+    if name == "prepare":
+        from .prepare_kernels import FAMILIES as PREPARE_FAMILIES
+
+        return PREPARE_FAMILIES[name]
     from .backward_kernels import FAMILIES as BACKWARD_FAMILIES
 
     return BACKWARD_FAMILIES[name]
@@ -138,6 +154,11 @@ def problem_for(request: Request, arch: str) -> AttentionProblem:
         problem = request.problem(TMA_TARGETS[arch], WIDEST_ACCESS)
         return replace(problem, short=sm90.is_short(problem, request.seqlen_q))
     return request.problem(arch)
+
+
+def fp8_target(arch: str) -> str:
+    """The target of the kernel for quantized operands on a device that ``arch`` names: these TMA can always take."""
+    return arch if _family_in_use == "forward_fp8_sm80" else TMA_TARGETS.get(arch, arch)
 
 
 def _hopper_refusal(request: Request, arch: str) -> str | None:
@@ -192,6 +213,8 @@ def symbol(problem: AttentionProblem, config: KernelConfig) -> str:
     if problem.head_dim_v != problem.head_dim:
         parts.append(f"dv{problem.head_dim_v}")
     parts += [{"float16": "f16", "bfloat16": "bf16"}[problem.dtype], problem.mask]
+    if set(problem.formats) - {"e4m3"}:
+        parts.append("".join(problem.formats))
     if problem.access_bytes != 16:
         parts.append(f"a{problem.access_bytes}")
     if problem.scale_first:
@@ -305,7 +328,7 @@ def shipped_problems(arch: str) -> Iterator[AttentionProblem]:
         yield from variants_by_length(replace(base, scale_first=True))
         for access_bytes in () if arch in TMA_TARGETS.values() else (8, 4, 2):
             yield replace(base, access_bytes=access_bytes)
-    if arch in TMA_TARGETS.values():
+    if arch not in TMA_TARGETS:  # calls on such devices take the kernels that load by TMA
         yield from _shipped_fp8_problems(arch)
     from .backward_kernels import shipped_problems as shipped_backward_problems
 
@@ -321,7 +344,11 @@ def _shipped_fp8_problems(arch: str) -> Iterator[AttentionProblem]:
     for d, mask in product((64, 128), MASKS):
         base = AttentionProblem(d, d, "bfloat16", mask, 16, False, arch, input_dtype="float8_e4m3fn")
         yield replace(base, scale_first=True)
-        yield replace(base, one_level=True)
+        if select_config(one_level := replace(base, one_level=True)) != select_config(base):
+            yield one_level
+        if arch in TMA_TARGETS.values():
+            yield replace(base, input_dtype="float8_e5m2")
+            yield replace(base, k_dtype="float8_e5m2", v_dtype="float8_e5m2")
 
 
 def variants_by_length(problem: AttentionProblem) -> Iterator[AttentionProblem]:

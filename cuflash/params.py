@@ -174,6 +174,23 @@ FORWARD_FP8_SM90 = ParameterBlock(
     per_launch=12,
 )
 
+FORWARD_FP8_SM80 = ParameterBlock(
+    (
+        Field("q", POINTER, "rows of codes"),
+        Field("k", POINTER, "rows of codes"),
+        *FORWARD_FP8_SM90.fields[3:11],
+        *(field for tensor in ("q", "k", "out") for field in stride_fields(tensor, ("batch", "seq", "head"))),
+        Field("heads", FAST_DIV, "query heads"),
+        Field("group", FAST_DIV, "query heads per key/value head"),
+        Field("batch_heads", I32, "batch * query heads"),
+        *FORWARD_FP8_SM90.fields[-7:],
+        Field("m_tiles", I32, "query tiles"),
+        Field("first_tile", I32, "query tiles of earlier launches of the same call (gridDim.y ends at 65535)"),
+    ),
+    per_launch=10,
+)
+"""After the addresses of Q and K, those that the other kernel for quantized operands takes."""
+
 FORWARD_SM90 = ParameterBlock(
     (
         *(Field(f"{tensor}_map", TENSOR_MAP, "") for tensor in ("q", "k", "v", "out")),

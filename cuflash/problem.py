@@ -6,16 +6,18 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 Dtype = Literal["float16", "bfloat16"]
-InputDtype = Literal["float8_e4m3fn"]
+InputDtype = Literal["float8_e4m3fn", "float8_e5m2"]
 Mask = Literal["full", "causal"]
 DTYPES: tuple[Dtype, ...] = get_args(Dtype)
 INPUT_DTYPES: tuple[InputDtype, ...] = get_args(InputDtype)
 MASKS: tuple[Mask, ...] = get_args(Mask)
 Task = Literal[
-    "forward", "backward_rows", "backward", "backward_dq", "quantize_means", "quantize", "quantize_lse"
+    "forward", "backward_rows", "backward", "backward_dq", "quantize_means", "quantize", "quantize_lse", "prepare"
 ]  # fmt: skip
 TASKS: tuple[Task, ...] = get_args(Task)
-MASKLESS: tuple[Task, ...] = ("backward_rows", "backward_dq", "quantize_means", "quantize", "quantize_lse")
+MASKLESS: tuple[Task, ...] = (
+    "backward_rows", "backward_dq", "quantize_means", "quantize", "quantize_lse", "prepare",
+)  # fmt: skip
 
 MAX_HEAD_DIM = 256
 
@@ -36,22 +38,24 @@ class AttentionProblem:
         Both causal alignments are the same code: the offset is a run-time parameter.
     access_bytes : {16, 8, 4, 2}
         The widest global access that every pointer, stride and head dim allows. 2 is the scalar variant,
-        which also honours a stride on the last axis.
+        which also honours a stride on the last axis; of the task ``"prepare"``, whose elements are bytes, 1.
     scale_first : bool
         Multiply the scores by the scale before the softmax instead of folding it into the exponential: for
         scales that are zero, negative, or so small or large that their reciprocal is useless.
     arch : str
         Compile target, for example ``"sm_90"``. ``"sm_90a"`` has kernels of its own, which load by TMA.
-    task : {"forward", "backward_rows", "backward", "backward_dq", "quantize_means", "quantize", "quantize_lse"}
-        What the kernel computes: the forward pass; of the backward pass, the constants of the query rows, the
-        gradients, or dQ from its sums; of the quantizer, means or codes, or what the means add to the LSE. Those beside
-        the products know no mask: theirs is ``"full"``.
+    task : str
+        One of `TASKS`, what the kernel computes: the forward pass; of the backward pass, the constants of the query
+        rows, the gradients, or dQ from its sums; of the quantizer, means or codes, or what the means add to the LSE;
+        what kernels read of the caller's 8-bit arrays. Those beside the products know no mask: theirs is ``"full"``.
     short : bool
         There are few queries, and the tuning table has a row of its own for that.
-    input_dtype : {"float8_e4m3fn"}, optional
+    input_dtype : {"float8_e4m3fn", "float8_e5m2"}, optional
         Type of quantized Q, K and V.
     one_level : bool
         Of these: leave the output's sum to the tensor cores, which is faster, and right where V has no mean.
+    k_dtype, v_dtype : {"float8_e4m3fn", "float8_e5m2"}, optional
+        Type of quantized K and of V where it is not ``input_dtype``.
     """
 
     head_dim: int
@@ -65,6 +69,8 @@ class AttentionProblem:
     short: bool = False
     input_dtype: InputDtype | None = None
     one_level: bool = False
+    k_dtype: InputDtype | None = None
+    v_dtype: InputDtype | None = None
 
     def __post_init__(self) -> None:
         for name, value in (("head_dim", self.head_dim), ("head_dim_v", self.head_dim_v)):
@@ -91,8 +97,18 @@ class AttentionProblem:
             )
         if self.one_level and not self.input_dtype:
             raise ValueError("one_level is True; accepted is that with an input_dtype")
-        if self.access_bytes not in (16, 8, 4, 2):
-            raise ValueError(f"access_bytes is {self.access_bytes}; accepted are 16, 8, 4 and 2")
+        for name, other in (("k_dtype", self.k_dtype), ("v_dtype", self.v_dtype)):
+            if other is not None and (not self.input_dtype or other == self.input_dtype or other not in INPUT_DTYPES):
+                raise ValueError(f"{name} is {other!r}; accepted is None, or what input_dtype is not")
+        narrowest = 1 if self.task == "prepare" else 2
+        if self.access_bytes not in (16, 8, 4, narrowest):
+            raise ValueError(f"access_bytes is {self.access_bytes}; accepted are 16, 8, 4 and {narrowest}")
+
+    @property
+    def formats(self) -> tuple[str, ...]:
+        """Of quantized Q, K and V, as instructions name them: ``"e4m3"`` or ``"e5m2"``."""
+        found = (self.input_dtype, self.k_dtype or self.input_dtype, self.v_dtype or self.input_dtype)
+        return tuple(dtype.removeprefix("float8_").removesuffix("fn") for dtype in found if dtype)
 
     @property
     def input_bytes(self) -> int:

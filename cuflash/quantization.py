@@ -59,8 +59,9 @@ def quantize(
 
     Notes
     -----
-    Means are those of at most 256 tokens, each in the middle of one of as many equal stretches of the sequence: token
-    (2 j + 1) N // 512 for j = 0 to 255 where there are N > 256. Any vector near the mean serves.
+    Means are those of a sample of the N tokens: every s-th one from token s // 2 on, where s is the larger of ceil(N /
+    256) and of min(8, ceil(N / 128)). That is all of up to 128 tokens, and 64 to 256 of more. Any vector near the mean
+    serves.
 
     Scales are the largest magnitude of a tile divided by the largest number of the format, and codes the nearest to
     the quotient of value and scale, ties to even. NaNs and infinities become NaN, and maxima and means leave them out.

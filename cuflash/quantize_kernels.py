@@ -8,9 +8,9 @@ from itertools import product
 from typing import ClassVar
 
 from .arch import ARCHES
-from .config import KernelConfig, StreamConfig, pitches
-from .cpu_quantize import PARTIALS, SAMPLE
-from .fp8_layout import TILE
+from .config import KernelConfig, StreamConfig, pitches, round_up
+from .cpu_quantize import FEWEST, PARTIALS, SAMPLE
+from .fp8_layout import TILE, padded
 from .kernels import TMA_TARGETS, KernelFamily
 from .params import F32, FAST_DIV, I32, I64, POINTER, CType, Field, ParameterBlock, stride_fields
 from .problem import DTYPES, AttentionProblem, Task
@@ -24,6 +24,9 @@ __all__ = [
 TASKS: tuple[Task, ...] = ("quantize_means", "quantize")
 SHIPPED_HEAD_DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256))
 
+SMEM_OF_A_BLOCK = 1024
+"""What the system takes of an SM's shared memory for each block."""
+
 SIGN_BITS = CType("SignBits", "8I", 32, 4)
 
 
@@ -33,18 +36,19 @@ class QuantizeConfig(KernelConfig):
 
     Parameters
     ----------
-    columns : {32, 64}
+    columns : {64, 128}
         Columns of a token of Q or K that a thread has.
-    parts : {1, 2, 4, 8}
+    parts : {1, 2, 4}
         Threads for each of a tile's tokens, as many as it takes.
-    stages : {1, 2}
-        Tiles in shared memory. With two, the next one arrives while one is in work.
+    stages : {1, 2, 3}
+        Tiles in shared memory, which arrive while one is in work.
     ctas : int
         Thread blocks that share a multiprocessor.
     """
 
     family: ClassVar[str] = "quantize"
     tile: ClassVar[int] = TILE
+    ticket_batch: ClassVar[int] = 8
 
     parts: int
     columns: int = 64
@@ -64,16 +68,37 @@ class QuantizeConfig(KernelConfig):
         return f"{self.threads} threads of {self.columns} columns, {self.stages} stages, {self.ctas} blocks on an SM"
 
     def stage_bytes(self, problem: AttentionProblem) -> int:
-        """A tile as it comes; its codes, which take its place, are never larger."""
+        """A tile as it comes."""
         return TILE * max(pitches(problem))
 
+    def mean_bytes(self, problem: AttentionProblem) -> int:
+        return 4 * max(padded(problem.head_dim), padded(problem.head_dim_v))
+
+    def code_pitch(self, problem: AttentionProblem) -> int:
+        """Bytes from one row's codes to those of the next one."""
+        return 64 if problem.head_dim <= 64 else round_up(problem.head_dim, 128)
+
+    def warp_columns(self, problem: AttentionProblem) -> int:
+        """Columns of V that a warp has, two chunks at least."""
+        return round_up(-(-problem.head_dim_v // (self.threads // 32)), 16)
+
+    def warp_code_bytes(self, problem: AttentionProblem) -> int:
+        """A warp's codes: of some rows, or of some columns."""
+        return max(32 // self.parts * self.code_pitch(problem), self.warp_columns(problem) * TILE)
+
     def smem_sizes(self, problem: AttentionProblem) -> Sequence[tuple[str, int]]:
-        """Tiles, the signs of the rotation over a row, the maximum of each warp, what is known of the tiles to come."""
+        """Tiles as they come and as they leave, the signs of the rotation, maxima of warps, what is known of the tiles.
+
+        The signs lie over the elements of a row; maxima have two places, and tickets those of two batches.
+        """
+        warps = self.threads // 32
         return [
             ("tiles", self.stages * self.stage_bytes(problem)),
+            ("codes", warps * self.warp_code_bytes(problem)),
+            ("means", self.stages * self.mean_bytes(problem)),
             ("signs", 2 * self.columns * self.parts),
-            ("maxima", self.threads // 32 * 4),
-            ("tickets", 64 * (self.stages + 1)),
+            ("maxima", 2 * 4 * warps),
+            ("tickets", 64 * 2 * self.ticket_batch),
         ]
 
 
@@ -83,6 +108,7 @@ class QuantizeMeansConfig(StreamConfig):
 
     family: ClassVar[str] = "quantize_means"
     sample: ClassVar[int] = SAMPLE
+    fewest: ClassVar[int] = FEWEST
     partials: ClassVar[int] = PARTIALS
 
     threads: int = field(default=256)
@@ -112,14 +138,17 @@ class QuantizeLseConfig(StreamConfig):
 
 
 def quantize_config(problem: AttentionProblem) -> QuantizeConfig:
-    """Two stages where they fit, and as many blocks as registers and shared memory allow."""
+    """As many blocks as registers and shared memory allow, and then two stages, if they fit."""
     dim = max(problem.head_dim, problem.head_dim_v)
     parts = 1 if dim <= 64 else 2 if dim <= 128 else 4
-    arch = ARCHES[problem.arch]
-    stages = 2 if QuantizeConfig(parts=parts).smem_bytes(problem) <= arch.smem_per_block else 1
-    smem_bytes = QuantizeConfig(parts=parts, stages=stages).smem_bytes(problem) + 1024
-    ctas = min(4 // parts, arch.smem_per_sm // smem_bytes)
-    return QuantizeConfig(parts=parts, stages=stages, ctas=ctas, reason="64 values a thread, so 128 registers")
+    room = ARCHES[problem.arch].smem_per_sm
+
+    def config(stages: int) -> QuantizeConfig:
+        smem_bytes = QuantizeConfig(parts=parts, stages=stages).smem_bytes(problem) + SMEM_OF_A_BLOCK
+        ctas = min(4 // parts, room // smem_bytes)
+        return QuantizeConfig(parts=parts, stages=stages, ctas=ctas, reason="64 values a thread, so 128 registers")
+
+    return max(config(2), config(1), key=lambda config: config.ctas)
 
 
 def quantize_means_config(problem: AttentionProblem) -> QuantizeMeansConfig:
@@ -180,7 +209,7 @@ MEANS = ParameterBlock(
 
 LSE_SHIFT = ParameterBlock(
     (
-        Field("q", POINTER, "e4m3 in rows"),
+        Field("q", POINTER, "codes in rows"),
         Field("q_scales", POINTER, "float32 (batch, heads, tiles)"),
         Field("k_mean", POINTER, "float32 (batch, key/value heads, head_dim)"),
         Field("shift", POINTER, "float32 (batch, heads, queries)"),
@@ -190,6 +219,7 @@ LSE_SHIFT = ParameterBlock(
         Field("group", FAST_DIV, "query heads per key/value head"),
         Field("kv_heads", I32, "key/value heads"),
         Field("seqlen", I32, "queries"),
+        Field("e5m2", I32, "0: e4m3"),
         Field("scale", F32, ""),
     ),
     per_launch=4,
@@ -212,9 +242,11 @@ def shipped_problems(arch: str) -> Iterator[AttentionProblem]:
     for (d, dv), dtype in product(SHIPPED_HEAD_DIMS, DTYPES):
         for task in TASKS:
             yield AttentionProblem(d, dv, dtype, "full", 16, False, arch, task)
-    if arch in TMA_TARGETS:  # there alone attention takes what was quantized
-        for d in dict.fromkeys(d for d, _ in SHIPPED_HEAD_DIMS):
-            yield lse_problem(d, arch)
+    for d in dict.fromkeys(d for d, _ in SHIPPED_HEAD_DIMS):
+        yield lse_problem(d, arch)
+    from .prepare_kernels import shipped_problems as shipped_prepare_problems
+
+    yield from shipped_prepare_problems(arch)
 
 
 def lse_problem(head_dim: int, arch: str) -> AttentionProblem:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Hashable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from . import driver, jit
+from .arch import ARCHES
 from .arrays import ITEM_BYTES, Operand
 from .cpu_quantize import signs
 from .errors import UnsupportedError
@@ -79,12 +80,16 @@ class Sources(NamedTuple):
 
 
 class Launch(NamedTuple):
-    """A kernel, its grid, and its packed parameters behind the pointers."""
+    """A kernel, its grid, and its packed parameters behind the pointers.
+
+    ``early``: it may begin while the kernel before it runs, for which it waits itself.
+    """
 
     loaded: LoadedKernel
     params: ParameterBlock
     blocks: int
     tail: bytes
+    early: bool = False
 
     def pack_into(self, block: Any, addresses: Mapping[str, int]) -> None:
         """Write the parameters; ``addresses`` by the names of the pointers, 0 of those that are not there."""
@@ -108,10 +113,10 @@ class QuantizePlan:
         self.device = device
         self.launches = launches
         self._arguments = []
-        for loaded, _, blocks, _ in launches:
+        for loaded, _, blocks, _, early in launches:
             config = loaded.config
             shape = (blocks, 1, 1), (config.threads, 1, 1), config.smem_bytes(loaded.problem)
-            self._arguments.append((loaded.kernel.handle, *shape))
+            self._arguments.append((early, (loaded.kernel.handle, *shape)))
 
     def launch(self, addresses: Mapping[str, int], stream: int) -> None:
         """Launch on a stream of the plan's device, whose context must be current.
@@ -124,9 +129,9 @@ class QuantizePlan:
         stream : int
         """
         buffer = jit.argument_buffer(self.device)
-        for launch, arguments in zip(self.launches, self._arguments, strict=True):
+        for launch, (early, arguments) in zip(self.launches, self._arguments, strict=True):
             launch.pack_into(buffer.block, addresses)
-            driver.launch(*arguments, stream, buffer.address)
+            (driver.launch_early if early else driver.launch)(*arguments, stream, buffer.address)
 
 
 def plan_for(sources: Sources) -> QuantizePlan:
@@ -169,7 +174,8 @@ def plan_with(
     if tiles_of_call:
         quantize = load(sources.problem(arch, "quantize"))
         blocks = min(tiles_of_call, multiprocessors * quantize.config.ctas)
-        launches.append(Launch(quantize, QUANTIZE, blocks, _quantize_tail(sources)))
+        early = bool(launches) and ARCHES[arch].overlaps_launches
+        launches.append(Launch(quantize, QUANTIZE, blocks, _quantize_tail(sources), early))
     return QuantizePlan(sources.device, tuple(launches))
 
 

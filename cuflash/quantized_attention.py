@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
 
-from .arrays import CPU, Kind, Operand, kind_of
+from .arrays import CPU, FLOAT8_DTYPES, Kind, Operand, is_float8, kind_of
 from .checks import (
     check_causal,
     check_flag,
@@ -14,6 +15,7 @@ from .checks import (
     check_written,
     request_for,
 )
+from .dequantized import Dequantized
 from .errors import UnsupportedError
 from .fp8 import E4M3
 from .fp8_layout import IMAGE, ROWS, by_head
@@ -23,14 +25,24 @@ from .quantized import QuantizedTensor, Role
 from .request import Causal
 
 if TYPE_CHECKING:
+    from .float8_arrays import Float8Arrays
     from .quantize_plan import Sources
 
 __all__ = [
-    "Foreseen", "QuantizedCall", "attention_quantized", "attention_quantizing", "foresee", "is_quantized", "warm_up",
+    "Foreseen", "QuantizedCall", "Scales", "attend", "attend_on_cpu", "attention_quantized", "attention_quantizing",
+    "check_out", "check_out_dtype", "foresee", "is_quantized", "warm_up",
 ]  # fmt: skip
+
+Strides: TypeAlias = tuple[int, int, int]
 
 OUT_DTYPES = ("float16", "bfloat16", "float32")
 """On a GPU the first two."""
+FAST = "fp8-fast"
+PRECISIONS = (None, "fp8", FAST)
+
+Scales: TypeAlias = Mapping[str, Any]
+"""Of 8-bit arrays, by the operand's name; None: 1."""
+NO_SCALES: Scales = {"q": None, "k": None, "v": None}
 
 
 class QuantizedCall(NamedTuple):
@@ -46,6 +58,10 @@ class QuantizedCall(NamedTuple):
     out : array or None
         None: a new one.
     out_dtype : {"float16", "bfloat16", "float32"}
+    fast : bool
+        A GPU's tensor cores sum the output, and truncate.
+    strides : pair of (tuple of int or None)
+        Of the codes of Q and of K, in bytes along (batch, seq, heads); None: as the quantizer leaves them.
     """
 
     q: QuantizedTensor
@@ -56,6 +72,8 @@ class QuantizedCall(NamedTuple):
     return_lse: bool
     out: Any
     out_dtype: str
+    fast: bool
+    strides: tuple[Strides | None, Strides | None] = (None, None)
 
     @property
     def layout(self) -> str:
@@ -76,20 +94,62 @@ class QuantizedCall(NamedTuple):
         return batch, heads, seq
 
 
+def check_precision(precision: Any) -> None:
+    if precision not in PRECISIONS:
+        raise ValueError(f"precision is {precision!r}; accepted are {', '.join(map(repr, PRECISIONS))}")
+
+
 def is_quantized(q: Any, precision: Any, out_dtype: Any) -> bool:
     """Whether a call is of quantized tensors; if not, that it asks to quantize arrays."""
-    if precision not in (None, "fp8"):
-        raise ValueError(f"precision is {precision!r}; accepted are None and 'fp8'")
+    check_precision(precision)
     quantized = isinstance(q, QuantizedTensor)
     if not quantized and precision is None:
         raise TypeError("out_dtype is for quantized operands; without precision='fp8' the result has the dtype of q")
     return quantized
 
 
+def takes_scales(q: Any, scales: Scales) -> bool:
+    """Whether a call is of 8-bit arrays; if not, that it has no scales for such."""
+    if is_float8(q):
+        return True
+    given = [f"{role}_scale" for role, x in scales.items() if x is not None]
+    if given and isinstance(q, QuantizedTensor):
+        raise TypeError(f"{given[0]} is given and q is a QuantizedTensor, which has scales: leave it out")
+    dtype = getattr(q, "dtype", None)
+    if given and dtype is not None:
+        name = str(dtype).rpartition(".")[2]
+        raise TypeError(
+            f"{given[0]} is for operands of {' and '.join(FLOAT8_DTYPES)}, and q has dtype {name}: leave it out"
+        )
+    return bool(given)  # an array without a dtype is viewed first
+
+
+def attend(q: Any, k: Any, v: Any, *, precision: Any, scales: Scales, **options: Any) -> Any:
+    """`cuflash.attention` of quantized tensors, of 8-bit arrays, or of arrays that shall be quantized."""
+    if takes_scales(q, scales):
+        from .float8_attention import attention_float8
+
+        check_precision(precision)
+        return attention_float8(q, k, v, scales, precision=precision, **options)
+    if is_quantized(q, precision, options["out_dtype"]):
+        return attention_quantized(q, k, v, precision=precision, **options)
+    return attention_quantizing(q, k, v, precision=precision, **options)
+
+
 def attention_quantizing(
-    q: Any, k: Any, v: Any, *, causal: Any, scale: Any, layout: Any, return_lse: Any, out: Any, out_dtype: Any
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    causal: Any,
+    scale: Any,
+    layout: Any,
+    return_lse: Any,
+    out: Any,
+    out_dtype: Any,
+    precision: Any,
 ) -> Any:
-    """`cuflash.attention` with ``precision="fp8"``: quantizes, then attends."""
+    """`cuflash.attention` with a ``precision``: quantizes, then attends."""
     kind = kind_of(q)
     if kind is None:
         from .arrays import bridge
@@ -99,7 +159,8 @@ def attention_quantizing(
                 "precision='fp8' is not for JAX tracers: call it outside of jax.jit, jax.grad, jax.vmap and the like, "
                 "or without precision"
             )
-        options = {"causal": causal, "scale": scale, "layout": layout, "return_lse": return_lse, "out_dtype": out_dtype}
+        options = {"causal": causal, "scale": scale, "layout": layout, "return_lse": return_lse}
+        options |= {"out_dtype": out_dtype, "precision": precision}
         outputs = {} if out is None else {"out": out}
         return bridge.call(
             lambda views: attention_quantizing(**{"out": None, **views}, **options), {"q": q, "k": k, "v": v}, outputs
@@ -112,7 +173,7 @@ def attention_quantizing(
         if out is not None:
             out_key, out_at = geometry(out)
         bits = (at["q"] | at["k"] | at["v"] | out_at) & 15
-        key = (q_key, k_key, v_key, out_key, bits, causal, scale, layout, return_lse, out_dtype)
+        key = (q_key, k_key, v_key, out_key, bits, causal, scale, layout, return_lse, out_dtype, precision)
         plan = QUANTIZING_PLANS.get(key)
     except (AttributeError, TypeError, RuntimeError):  # on the CPU, followed, or not what it should be: checked below
         key = plan = None
@@ -123,6 +184,7 @@ def attention_quantizing(
                 "it under torch.no_grad(), with q.detach() and so on, or without precision"
             )
         options = {"causal": causal, "scale": scale, "return_lse": return_lse, "out": out, "out_dtype": out_dtype}
+        options["precision"] = precision
         foreseen = foresee(q, k, v, layout=layout, **options)
         call = foreseen.call
         if call.q.device == CPU:
@@ -147,6 +209,7 @@ def attention_quantized(
     return_lse: Any,
     out: Any = None,
     out_dtype: Any = None,
+    precision: Any = None,
 ) -> Any:
     """`cuflash.attention` of quantized tensors."""
     out_key, out_at = None, 0
@@ -154,17 +217,26 @@ def attention_quantized(
     try:
         if out is not None:
             out_key, out_at = q.kind.geometry(out)
-        options = (causal, scale, layout, return_lse, out_dtype)
+        options = (causal, scale, layout, return_lse, out_dtype, precision)
         key = (q.traits, k.traits, v.traits, out_key, out_at & 15, *options)
         plan = QUANTIZED_PLANS.get(key)
     except (AttributeError, TypeError, RuntimeError):  # on the CPU, or not what it should be: checked below
         key = plan = None
     if plan is None:
         call = check_quantized(
-            q, k, v, causal=causal, scale=scale, layout=layout, return_lse=return_lse, out=out, out_dtype=out_dtype
+            q,
+            k,
+            v,
+            causal=causal,
+            scale=scale,
+            layout=layout,
+            return_lse=return_lse,
+            out=out,
+            out_dtype=out_dtype,
+            precision=precision,
         )
         if call.q.device == CPU:
-            return _attend_on_cpu(call)
+            return attend_on_cpu(call, [Dequantized.of(x) for x in (call.q, call.k, call.v)])
         from .quantized_plan import plan_for
 
         plan = plan_for(call, key)
@@ -173,7 +245,17 @@ def attention_quantized(
 
 
 def check_quantized(
-    q: Any, k: Any, v: Any, *, causal: Any, scale: Any, layout: Any, return_lse: Any, out: Any, out_dtype: Any
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    causal: Any,
+    scale: Any,
+    layout: Any,
+    return_lse: Any,
+    out: Any,
+    out_dtype: Any,
+    precision: Any = None,
 ) -> QuantizedCall:
     """Check a call whole, before anything is allocated or launched."""
     for name, x in (("q", q), ("k", k), ("v", v)):
@@ -198,11 +280,20 @@ def check_quantized(
         check_scale(scale, q.head_dim, on_gpu=q.device != CPU),
         check_flag("return_lse", return_lse),
         out,
-        _check_out_dtype(q, out_dtype),
+        check_out_dtype(q, out_dtype),
+        precision == FAST,
     )
     if out is not None:
-        _check_out(call)
+        check_out(call)
     return call
+
+
+def check_foreseeable(q: Any, precision: Any, scales: Scales, out_dtype: Any) -> None:
+    """That a call is of quantized tensors, of 8-bit arrays, or asks to quantize arrays."""
+    if takes_scales(q, scales):
+        check_precision(precision)
+    else:
+        is_quantized(q, precision, out_dtype)
 
 
 class Foreseen(NamedTuple):
@@ -211,31 +302,50 @@ class Foreseen(NamedTuple):
     Attributes
     ----------
     call : QuantizedCall
-        Of arrays that would be quantized on the way: with tensors that have their sizes, and no codes.
-    sources : Sources or None
+        Of arrays that would be quantized or prepared on the way: with tensors that have their sizes, and no codes.
+    sources : Sources or Float8Arrays or None
         These arrays.
     """
 
     call: QuantizedCall
-    sources: Sources | None
+    sources: Sources | Float8Arrays | None
 
 
 def foresee(
-    q: Any, k: Any, v: Any, *, causal: Any, scale: Any, layout: Any, return_lse: Any, out: Any, out_dtype: Any
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    causal: Any,
+    scale: Any,
+    layout: Any,
+    return_lse: Any,
+    out: Any,
+    out_dtype: Any,
+    precision: Any,
+    scales: Scales = NO_SCALES,
 ) -> Foreseen:
-    """Check a call of quantized tensors, or of arrays that would be quantized on the way."""
-    options = {"causal": causal, "scale": scale, "layout": layout, "return_lse": return_lse}
+    """Check a call of quantized tensors, of 8-bit arrays, or of arrays that would be quantized on the way."""
+    options: dict[str, Any] = {"causal": causal, "scale": scale, "layout": layout, "return_lse": return_lse}
+    if takes_scales(q, scales):
+        from .float8_attention import foresee_float8, view_foreign
+
+        views, scales = view_foreign({"q": q, "k": k, "v": v} | ({} if out is None else {"out": out}), scales)
+        options |= {"out_dtype": out_dtype, "precision": precision}
+        return foresee_float8(**{"out": None, **views}, scales=scales, **options)
     if isinstance(q, QuantizedTensor):
+        options["precision"] = precision
         return Foreseen(check_quantized(q, k, v, **options, out=out, out_dtype=out_dtype), None)
     from .quantize_plan import Sources
 
     request = request_for((q, k, v), None, **options)
     operands = {x.name: adopt(x.name, x.array) for x in (request.q, request.k, request.v)}
     q8, k8, v8 = (_as_if_quantized(x, request.layout) for x in operands.values())
-    dtype = _check_out_dtype(q8, out_dtype)
-    call = QuantizedCall(q8, k8, v8, request.causal, request.scale, request.return_lse, out, dtype)
+    dtype = check_out_dtype(q8, out_dtype)
+    fast = precision == FAST
+    call = QuantizedCall(q8, k8, v8, request.causal, request.scale, request.return_lse, out, dtype, fast)
     if out is not None:
-        _check_out(call)
+        check_out(call)
     return Foreseen(call, Sources(operands, request.layout, e5m2=False, seed=None, center=True))
 
 
@@ -247,18 +357,17 @@ def _as_if_quantized(x: Operand, layout: str) -> QuantizedTensor:
     return QuantizedTensor(x.array, x.array, mean, E4M3.name, role, layout, storage, shape, x.dtype)
 
 
-def warm_up(q: Any, k: Any, v: Any, *, precision: Any, **options: Any) -> tuple[str, ...]:
+def warm_up(q: Any, k: Any, v: Any, *, precision: Any, scales: Scales, **options: Any) -> tuple[str, ...]:
     """`cuflash.warmup` of such calls."""
-    is_quantized(q, precision, options["out_dtype"])
-    call, sources = foresee(q, k, v, **options)
-    if (device := call.q.device) == CPU:
+    check_foreseeable(q, precision, scales, options["out_dtype"])
+    call, sources = foresee(q, k, v, precision=precision, scales=scales, **options)
+    if call.q.device == CPU:
         return ()
-    from . import quantize_plan, quantized_plan
+    from . import quantized_plan
 
-    quantized_plan.check_device(device)
     if sources is None:
         quantized_plan.check_quantized_gpu(call)
-    launches = () if sources is None else quantize_plan.make_plan(sources).launches
+    launches = () if sources is None else quantized_plan.make_plan_of_sources(sources).launches
     plan = quantized_plan.make_plan(call)
     launches += () if plan.shift is None else plan.shift.launches
     loaded = [launch.loaded for launch in launches] + ([] if plan.attend is None else [plan.attend.loaded])
@@ -273,13 +382,13 @@ class _Named(NamedTuple):
 def _check_fellow(q: QuantizedTensor, x: QuantizedTensor, name: str) -> None:
     if x.kind is not q.kind:
         raise TypeError(f"q is of {q.kind.LABEL}s and {name} of {x.kind.LABEL}s; all must be of one kind")
-    for what in ("device", "layout", "dtype"):
+    for what in ("device", "layout"):
         mine, other = getattr(q, what), getattr(x, what)
         if mine != other:
             raise ValueError(f"q has {what} {mine!r} and {name} has {other!r}; all must have the same")
 
 
-def _check_out_dtype(q: QuantizedTensor, out_dtype: Any) -> str:
+def check_out_dtype(q: QuantizedTensor, out_dtype: Any) -> str:
     accepted = OUT_DTYPES if q.device == CPU else OUT_DTYPES[:2]
     name = q.source_dtype if out_dtype is None else str(out_dtype).rpartition(".")[2].removesuffix("'>")
     if name not in accepted:
@@ -287,7 +396,7 @@ def _check_out_dtype(q: QuantizedTensor, out_dtype: Any) -> str:
     return name
 
 
-def _check_out(call: QuantizedCall) -> None:
+def check_out(call: QuantizedCall) -> None:
     kind = kind_of(call.out)
     if kind is not call.kind:
         found = type(call.out).__qualname__ if kind is None else kind.LABEL
@@ -303,10 +412,9 @@ def _check_out(call: QuantizedCall) -> None:
 # --- computation -----------------------------------------------------------------------------------------------
 
 
-def _attend_on_cpu(call: QuantizedCall) -> Any:
+def attend_on_cpu(call: QuantizedCall, operands: Sequence[Dequantized]) -> Any:
     """The quantized function without further rounding: attention of the dequantized operands, which exist by tiles."""
     from .cpu import Array, attention_cpu
-    from .dequantized import Dequantized
 
     kind, q = call.kind, call.q
     out = call.out
@@ -316,9 +424,8 @@ def _attend_on_cpu(call: QuantizedCall) -> Any:
         out, _ = kind.empty(q.payload, call.out_shape, call.out_dtype)
     kind.written(out)
     lse = kind.empty(q.payload, call.lse_shape, "float32")[0] if call.return_lse else None
-    operands = [cast(Array, Dequantized.of(x)) for x in (q, call.k, call.v)]
     attention_cpu(
-        *operands,
+        *(cast(Array, x) for x in operands),
         causal=call.causal,
         scale=call.scale,
         out=kind.numpy(out).transpose(by_head(call.layout)),

@@ -6,11 +6,12 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any, cast
 
-from . import cost, driver, jit, kernels
+from . import cost, driver, jit, kernels, prepare_plan
 from .arch import ARCHES, Arch, arch_for
 from .arrays import CPU, GPU_DTYPES, Operand
+from .config import ForwardConfig
 from .cost import DeviceModel, Schedule, Shape
-from .cpu_quantize import SAMPLE
+from .cpu_quantize import sample
 from .errors import UnsupportedError
 from .explanation import (
     NOTHING,
@@ -21,27 +22,34 @@ from .explanation import (
     describe_kernel,
     device_model,
 )
+from .fp8 import E4M3
 from .fp8_layout import padded, tiles
+from .fp8_sm80_config import Fp8Sm80Config
 from .fp8_sm90_config import MOST_TWO_LEVEL, Fp8Sm90Config
 from .jit import LoadedKernel
 from .problem import AttentionProblem
 from .quantize_kernels import lse_problem
-from .quantize_plan import plan_with
-from .quantized_attention import OUT_DTYPES, Foreseen, QuantizedCall, foresee, is_quantized
-from .quantized_plan import check_device, check_quantized_gpu, fp8_call, refuse_other_gpus, workspace_parts
+from .quantize_plan import Sources, plan_with
+from .quantized_attention import FAST, OUT_DTYPES, Foreseen, QuantizedCall, check_foreseeable, foresee
+from .quantized_plan import check_formats, check_quantized_gpu, fp8_call, workspace_of
 from .request import Request
 
 __all__ = ["explain_quantized"]
 
 EXACT = (
     "exact up to rounding in fp32: scores of the codes, softmax, row sums, LSE; approximate: Q, K and V as 8-bit codes "
-    "of 3 bits of mantissa, and probabilities rounded to such on the way to the second product"
+    "of 3 bits of mantissa (e5m2: 2), and probabilities, rounded to {} on the way to the second product"
 )
 ACCURACY = "expect RMSE near 1.4e-3 at 4096 keys of normally distributed inputs"
 ONE_LEVEL = (
-    "head dim of V beyond 128: the tensor cores alone sum the output over the keys, and truncate. Right where V has no "
-    "mean, as after centring; of a mean that is left, such as one that drifts along the sequence, or that of codes "
-    "from elsewhere, 5 % are lost at 4096 keys and 18 % at 16384"
+    "the tensor cores alone sum the output over the keys, and truncate. Right where V has no mean, as after centring; "
+    "of a mean that is left, such as one that drifts along the sequence, or that of codes from elsewhere, 5 % are lost "
+    "at 4096 keys and 18 % at 16384"
+)
+CONVERTED = "tiles become fp16 on chip: memory traffic is that of 8 bits, tensor operations are those of 16"
+EMULATED = (
+    "mma.sync of 8-bit floats is no instruction of {}: ptxas converts its operands to fp16, so that memory traffic is "
+    "that of 8 bits and tensor operations are those of 16"
 )
 
 
@@ -61,8 +69,8 @@ def explain_quantized(
     try:
         if backward:
             raise UnsupportedError("quantized operands have no gradients; explain the call without precision")
-        is_quantized(q, precision, out_dtype)
-        foreseen = foresee(q, k, v, **options, out_dtype=out_dtype)
+        check_foreseeable(q, precision, options["scales"], out_dtype)
+        foreseen = foresee(q, k, v, **options, out_dtype=out_dtype, precision=precision)
         explained = _Explained.of(foreseen, arch)
     except (ValueError, TypeError, UnsupportedError) as error:
         return Explanation(
@@ -101,19 +109,19 @@ class _Explained:
         ordinal = call.q.device
         if arch is not None:
             target = arch_for(ARCHES[arch].compute_capability)
-            if foreseen.sources is not None and call.q.source_dtype not in GPU_DTYPES:
+            if isinstance(foreseen.sources, Sources) and call.q.source_dtype not in GPU_DTYPES:
                 raise UnsupportedError(
                     f"q, k and v have dtype {call.q.source_dtype}; the GPU kernels take float16 and bfloat16: cast them"
                 )
-            refuse_other_gpus(target.compute_capability, lambda: f"{arch} is the target of GPUs")
             if call.out_dtype not in OUT_DTYPES[:2]:
                 raise ValueError(f"out_dtype is {call.out_dtype!r}; accepted on a GPU are {', '.join(OUT_DTYPES[:2])}")
+            check_formats(call, target.name)
             return cls(foreseen, target, None)
         if ordinal == CPU:
             return cls(foreseen, None, None)
-        check_device(ordinal)
         if foreseen.sources is None:
             check_quantized_gpu(call)
+        check_formats(call, jit.device_arch(ordinal).name)
         return cls(foreseen, jit.device_arch(ordinal), ordinal)
 
     @property
@@ -136,7 +144,7 @@ class _Explained:
             device = cost.NOMINAL_DEVICES[self.target.name]
         else:
             device = device_model(self.device, self.target)
-        device = dataclasses.replace(device, float8=True)
+        device = dataclasses.replace(device, float8=self.target.converts_float8)
         base = dataclasses.replace(base, backend="cuda", device=device, notes=(NOTHING,))
         found = [*self.quantizing(device, compile=compile), *self.attending(device, compile=compile)]
         if not found:
@@ -155,29 +163,47 @@ class _Explained:
     # --- kernels
 
     def describe(
-        self, problem: AttentionProblem, blocks: int, schedule: Schedule | None, hbm_bytes: int, *, compile: bool
+        self,
+        problem: AttentionProblem,
+        grid: tuple[tuple[int, int, int], ...],
+        schedule: Schedule | None,
+        hbm_bytes: int,
+        *,
+        compile: bool,
     ) -> Kernel:
         config = kernels.select_config(problem)
-        grid = ((blocks, 1, 1),)
         return describe_kernel(problem, config, grid, schedule, hbm_bytes, self.device, compile=compile)
 
     def quantizing(self, device: DeviceModel, *, compile: bool) -> list[Kernel]:
-        """The kernels that make the codes, if the call does."""
+        """The kernels that make the codes, or what attention reads of the caller's, if the call does."""
         if (sources := self.foreseen.sources) is None:
             return []
-        plan = plan_with(sources, cast(Arch, self.target).name, device.multiprocessors, _unloaded)
+        arch = cast(Arch, self.target).name
+        if isinstance(sources, Sources):
+            launches, traffic = plan_with(sources, arch, device.multiprocessors, _unloaded).launches, self.traffic()
+        else:
+            launches = prepare_plan.plan_with(sources, arch, _unloaded).launches
+            traffic = {"prepare": prepare_plan.traffic(sources)}
+        return [
+            self.describe(
+                launch.loaded.problem,
+                ((launch.blocks, 1, 1),),
+                None,
+                traffic[launch.loaded.problem.task],
+                compile=compile,
+            )
+            for launch in launches
+        ]
+
+    def traffic(self) -> dict[str, int]:
+        """Of the quantizer's kernels."""
         traffic = {"quantize_means": 0, "quantize": 0}
         for x in (self.call.q, self.call.k, self.call.v):
             batch, seq, heads, dim = x.sizes
             traffic["quantize"] += batch * heads * (seq * (2 * dim + padded(dim)) + 4 * tiles(seq))
             if x.role != "q":
-                traffic["quantize_means"] += batch * heads * 2 * dim * min(seq, SAMPLE)
-        return [
-            self.describe(
-                launch.loaded.problem, launch.blocks, None, traffic[launch.loaded.problem.task], compile=compile
-            )
-            for launch in plan.launches
-        ]
+                traffic["quantize_means"] += batch * heads * 2 * dim * len(sample(seq))
+        return traffic
 
     def attending(self, device: DeviceModel, *, compile: bool) -> list[Kernel]:
         """The kernels that take the codes."""
@@ -189,16 +215,29 @@ class _Explained:
         if self.has_shift:
             problem = lse_problem(shape.head_dim, cast(Arch, self.target).name)
             blocks = shape.batch * shape.heads * tiles(shape.seqlen_q)
-            found.append(self.describe(problem, blocks, None, rows * (shape.head_dim + 4), compile=compile))
-        problem = fp8_call(call).problem
-        config = cast(Fp8Sm90Config, kernels.select_config(problem))
+            found.append(self.describe(problem, ((blocks, 1, 1),), None, rows * (shape.head_dim + 4), compile=compile))
+        problem = self.problem
+        config = cast(ForwardConfig, kernels.select_config(problem))
         sizes = shape.batch * shape.heads, shape.heads // shape.kv_heads, shape.seqlen_q, shape.seqlen_k
-        grid = kernels.persistent_grid(problem, config, *sizes, device.multiprocessors)
+        launches: tuple[tuple[int, int, int], ...]
+        in_step = device.multiprocessors
+        if isinstance(config, Fp8Sm90Config):
+            grid = kernels.persistent_grid(problem, config, *sizes, device.multiprocessors)
+            launches, section = ((grid.blocks, 1, 1),), grid.section
+        else:
+            launches = tuple(blocks for _, blocks in kernels.forward_grid(problem, config, *sizes).launches)
+            section = launches[0][0]
+            in_step *= config.ctas if problem.mask == "causal" else 1  # as in forward_explanation.py
         copies = cost.L2_COPIES.get(device.arch, 1)
-        schedule = Schedule(config.block_m, grid.section, device.multiprocessors, device.l2_bytes, copies)
+        schedule = Schedule(config.block_m, section, in_step, device.l2_bytes, copies)
         hbm_bytes = cost.fused_bytes(shape, schedule, call.return_lse) + rows * shape.head_dim_v  # O has two bytes
         hbm_bytes += 4 * rows if self.has_shift else 0
-        return [*found, self.describe(problem, grid.blocks, schedule, hbm_bytes, compile=compile)]
+        return [*found, self.describe(problem, launches, schedule, hbm_bytes, compile=compile)]
+
+    @property
+    def problem(self) -> AttentionProblem:
+        """The kernel that attends."""
+        return fp8_call(self.call, cast(Arch, self.target).name).problem
 
     @property
     def has_shift(self) -> bool:
@@ -208,10 +247,8 @@ class _Explained:
 
     def workspace_bytes(self) -> int:
         """Codes, scales and means that the call makes; the mean's share of the LSE; the padded result."""
-        call, total = self.call, 0
+        call, total = self.call, sum(workspace_of(self.foreseen).values())
         batch, seq, heads, _ = call.q.sizes
-        if self.foreseen.sources is not None:
-            total += sum(sum(workspace_parts(x).values()) for x in (call.q, call.k, call.v))
         total += 4 * batch * heads * seq if self.has_shift else 0
         if call.v.head_dim % 16:
             total += 2 * batch * heads * seq * padded(call.v.head_dim)
@@ -219,22 +256,42 @@ class _Explained:
 
     def notes(self) -> list[str]:
         """What quantizing costs in accuracy, and anything unusual."""
-        call, found = self.call, []
-        if self.foreseen.sources is not None:
+        call, found, sources = self.call, [], self.foreseen.sources
+        if isinstance(sources, Sources):
             found.append(
                 "q, k and v are quantized on the way, with a scale for every 128 tokens of a head, K and V centred"
             )
-        found += [EXACT, ACCURACY]
-        if padded(call.v.head_dim) > MOST_TWO_LEVEL:
-            found.append(ONE_LEVEL)
-        if self.foreseen.sources is None and call.v.mean is None:
+        elif sources is not None:
+            why = "its address, head dim or strides are no positive multiples of 16 bytes"
+            copied = [f"; {role} is copied: {why}" for role in sources.copied]
+            found.append("v is transposed on the way, once for all query tiles" + "".join(copied))
+        found += self.notes_on_products()
+        if call.v.mean is None:
             found.append("v is not centred: a constant in its channels costs accuracy that centring would save")
         if call.v.head_dim % 16:
             found.append(
                 f"head dim {call.v.head_dim} of V is no multiple of 16: the result is computed padded, and copied"
             )
-        if fp8_call(call).problem.scale_first:
+        if self.problem.scale_first:
             found.append("scale-first variant: the scale is 0, negative, tiny or huge")
+        return found
+
+    def notes_on_products(self) -> list[str]:
+        """What the kernel's products leave of the operands."""
+        call, config = self.call, kernels.select_config(self.problem)
+        converted = isinstance(config, Fp8Sm80Config) and config.converted
+        found = [EXACT.format("fp16" if converted else "such codes of 3 bits")]
+        if {x.dtype for x in (call.q, call.k, call.v)} == {E4M3.name}:
+            found.append(ACCURACY)
+        if converted:
+            return [*found, CONVERTED]
+        if not cast("Fp8Sm80Config | Fp8Sm90Config", config).two_level:
+            if self.problem.one_level:
+                found.append(f"precision={FAST!r}: {ONE_LEVEL}; precision='fp8' sums in fp32")
+            else:
+                found.append(f"head dim of V beyond {MOST_TWO_LEVEL}: {ONE_LEVEL}")
+        if isinstance(config, Fp8Sm80Config) and not ARCHES[self.problem.arch].multiplies_float8:
+            found.append(EMULATED.format(self.problem.arch))
         return found
 
 

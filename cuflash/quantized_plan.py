@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Hashable, Mapping
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
-from . import driver, jit, quantize_plan
-from .arch import ARCHES
+from . import jit, kernels, quantize_plan
 from .arrays import Operand
 from .checks import MAX_LENGTH, check_placed
 from .config import round_up
 from .errors import UnsupportedError
-from .fp8 import E4M3
+from .fp8 import E4M3, E5M2
 from .fp8_layout import IMAGE, TILE, padded, tiles
-from .fp8_plan import TARGET, Fp8Addresses, Fp8Call, Fp8Plan
+from .fp8_plan import Fp8Addresses, Fp8Call, Fp8Plan, Fp8Sm80Plan
+from .fp8_plan import make_plan as plan_attention
+from .fp8_sm90_config import MOST_TWO_LEVEL
 from .jit import span
 from .params import fast_div
 from .problem import Dtype
@@ -22,14 +23,16 @@ from .quantize_plan import Launch, QuantizePlan
 from .request import AXES, MAX_WORK_TILES, TMA_BYTES, TMA_STRIDES_END, TMA_TILE_ROWS, contiguous_strides
 
 if TYPE_CHECKING:
+    from .float8_arrays import Float8Arrays
     from .jit import LoadedKernel
+    from .quantize_plan import Sources
     from .quantized import QuantizedTensor
     from .quantized_attention import Foreseen, QuantizedCall
 
 __all__ = [
     "QuantizedPlan",
     "QuantizingPlan",
-    "check_device",
+    "check_formats",
     "check_quantized_gpu",
     "fp8_call",
     "make_plan",
@@ -48,28 +51,6 @@ Addresses: TypeAlias = tuple[int, int, int]
 # --- checks ----------------------------------------------------------------------------------------------------
 
 
-def check_device(device: int) -> None:
-    """Refuse the GPUs that have no kernels for 8-bit operands.
-
-    Raises
-    ------
-    UnsupportedError
-    """
-    refuse_other_gpus(
-        driver.device_compute_capability(device), lambda: f"cuda:{device} is a {driver.device_properties(device).name}"
-    )
-
-
-def refuse_other_gpus(capability: tuple[int, int], describe: Callable[[], str]) -> None:
-    """The same by compute capability; ``describe`` begins the message."""
-    if capability != ARCHES[TARGET].compute_capability:
-        raise UnsupportedError(
-            f"{describe()} of compute capability {capability[0]}.{capability[1]}; float8 attention takes one of 9.0 "
-            "(Hopper): call without precision='fp8', or, to compute the quantized function, take the tensors to the "
-            "CPU with to_host()"
-        )
-
-
 def check_quantized_gpu(call: QuantizedCall) -> None:
     """Refuse what no GPU kernel takes.
 
@@ -77,12 +58,7 @@ def check_quantized_gpu(call: QuantizedCall) -> None:
     ------
     ValueError, UnsupportedError
     """
-    check_device(call.q.device)
     for name, x in (("q", call.q), ("k", call.k), ("v", call.v)):
-        if x.dtype != E4M3.name:
-            raise UnsupportedError(
-                f"{name} has dtype {x.dtype}; the GPU kernels take {E4M3.name}: quantize it with dtype={E4M3.name!r}"
-            )
         if any(address % TMA_BYTES for address in x.addresses):
             raise ValueError(
                 f"{name} has arrays at {', '.join(map(hex, x.addresses))}; on the GPU these must be multiples of "
@@ -95,6 +71,18 @@ def check_quantized_gpu(call: QuantizedCall) -> None:
             "makes; v.to_image() makes it of rows, once"
         )
     check_sizes(call)
+
+
+def check_formats(call: QuantizedCall, arch: str) -> None:
+    """Refuse e5m2 where the kernels of a device, which ``arch`` names, take e4m3 alone."""
+    if (target := kernels.fp8_target(arch)) in kernels.TMA_TARGETS.values():
+        return
+    for name, x in (("q", call.q), ("k", call.k), ("v", call.v)):
+        if x.dtype != E4M3.name:
+            raise UnsupportedError(
+                f"{name} has dtype {x.dtype}; the kernels for {target} take {E4M3.name}, those for Hopper both: "
+                f"quantize it with dtype={E4M3.name!r}, or take it to the CPU"
+            )
 
 
 def check_sizes(call: QuantizedCall) -> None:
@@ -136,7 +124,7 @@ class QuantizedPlan:
 
     Attributes
     ----------
-    attend : Fp8Plan or None
+    attend : Fp8Plan, Fp8Sm80Plan or None
         None if nothing is launched: there are no rows, or no keys.
     shift : QuantizePlan or None
         The kernel before, where the LSE is wanted and K has a mean.
@@ -156,7 +144,7 @@ class QuantizedPlan:
         "shift",
     )  # fmt: skip
 
-    def __init__(self, call: QuantizedCall, attend: Fp8Plan | None, shift: QuantizePlan | None) -> None:
+    def __init__(self, call: QuantizedCall, attend: Fp8Plan | Fp8Sm80Plan | None, shift: QuantizePlan | None) -> None:
         self.device = call.q.device
         self.attend = attend
         self.shift = shift
@@ -204,7 +192,7 @@ class QuantizedPlan:
         if self._staged_shape is not None:
             staged, out_at = kind.empty(like, self._staged_shape, self._out_dtype)
         addresses = Fp8Addresses(v_at, q_scales, k_scales, v_scales, v_mean, shift_at, out_at, lse_at)
-        cast(Fp8Plan, self.attend).launch(q_at, k_at, addresses, stream)
+        cast("Fp8Plan | Fp8Sm80Plan", self.attend).launch(q_at, k_at, addresses, stream)
         if staged is not None:
             kind.copy(out, staged[..., : self._dim])
 
@@ -219,24 +207,43 @@ class QuantizedPlan:
 
 
 class QuantizingPlan:
-    """Everything about a GPU call that quantizes on the way, into one workspace, but its addresses."""
+    """Everything about a GPU call that quantizes or prepares on the way, into one workspace, but its addresses.
 
-    __slots__ = ("_attend", "_offsets", "_quantize", "_size", "device")
+    Parameters
+    ----------
+    quantize : QuantizePlan
+        Its launches make ``parts``.
+    attend : QuantizedPlan
+    parts : mapping of str to int
+        Of the workspace, by the names of the kernels' parameters, and the bytes of each.
+    inputs : mapping of str to Operand
+        What attention still reads of a call's arrays, or may: ``out`` must lie elsewhere.
+    """
 
-    def __init__(self, quantize: QuantizePlan, attend: QuantizedPlan, tensors: Mapping[str, QuantizedTensor]) -> None:
+    __slots__ = ("_attend", "_offsets", "_quantize", "_size", "_spans", "device")
+
+    def __init__(
+        self,
+        quantize: QuantizePlan,
+        attend: QuantizedPlan,
+        parts: Mapping[str, int],
+        inputs: Mapping[str, Operand],
+    ) -> None:
         self.device = attend.device
         self._quantize = quantize
         self._attend = attend
+        self._spans = {name: span(x) for name, x in inputs.items()}
         self._offsets: dict[str, int] = {}
         self._size = 0
-        for role, x in tensors.items():
-            for part, size in workspace_parts(x).items():
-                self._offsets[f"{role}_{part}"] = self._size
-                self._size += round_up(size, ALIGNMENT)
+        for name, size in parts.items():
+            self._offsets[name] = self._size
+            self._size += round_up(size, ALIGNMENT)
 
-    def run(self, q: Any, at: dict[str, int], out: Any, out_at: int) -> Any:
-        """Make a call on the current stream; ``at`` has the addresses of q, k and v, and is added to."""
+    def run(self, q: Any, at: dict[str, Any], out: Any, out_at: int) -> Any:
+        """Make a call on the current stream; ``at`` has the addresses of q, k and v (and more), and is added to."""
         kind = self._attend._kind
+        if out is not None:
+            self._refuse_shared(at, out_at)
         if kind.current_device() != self.device:
             with kind.on_device(self.device):
                 return self.run(q, at, out, out_at)
@@ -245,10 +252,17 @@ class QuantizingPlan:
         for name, offset in self._offsets.items():
             at[name] = base + offset
         self._quantize.launch(at, kind.stream(self.device))
-        q_parts = at["q_payload"], at["q_scales"], 0
-        k_parts = at["k_payload"], at["k_scales"], at["k_mean"]
-        v_parts = at["v_payload"], at["v_scales"], at["v_mean"]
+        # What is not made is taken from where it is; 8-bit arrays have no means.
+        q_parts = at.get("q_payload", at["q"]), at["q_scales"], 0
+        k_parts = at.get("k_payload", at["k"]), at["k_scales"], at.get("k_mean", 0)
+        v_parts = at["v_payload"], at["v_scales"], at.get("v_mean", 0)
         return self._attend.run_at(q, q_parts, k_parts, v_parts, out, out_at)
+
+    def _refuse_shared(self, at: Mapping[str, Any], out_at: int) -> None:
+        out_low, out_high = self._attend._span
+        for name, (low, high) in self._spans.items():
+            if out_at + out_low < at[name] + high and at[name] + low < out_at + out_high:
+                raise ValueError(f"out shares memory with {name}, or lies around it; pass an array of its own")
 
 
 def workspace_parts(x: QuantizedTensor) -> dict[str, int]:
@@ -271,17 +285,38 @@ def plan_for(call: QuantizedCall, key: Hashable | None) -> QuantizedPlan:
 
 
 def quantizing_plan_for(foreseen: Foreseen, key: Hashable | None) -> QuantizingPlan:
-    """The same of a call of arrays."""
+    """The same of a call of arrays, which are quantized or prepared on the way."""
     call, sources = foreseen
     assert sources is not None
-    check_device(call.q.device)
     check_placed(sources.operands.values())
     check_sizes(call)
-    tensors = {"q": call.q, "k": call.k, "v": call.v}
-    plan = QuantizingPlan(quantize_plan.make_plan(sources), make_plan(call), tensors)
+    inputs = {} if isinstance(sources, quantize_plan.Sources) else sources.operands
+    plan = QuantizingPlan(make_plan_of_sources(sources), make_plan(call), workspace_of(foreseen), inputs)
     if key is not None:
         jit.keep(jit.QUANTIZING_PLANS, key, plan, jit.MAX_PLANS)
     return plan
+
+
+def make_plan_of_sources(sources: Sources | Float8Arrays) -> QuantizePlan:
+    """What comes before attention where a call's arrays are not yet what the kernels read."""
+    if isinstance(sources, quantize_plan.Sources):
+        return quantize_plan.make_plan(sources)
+    from . import prepare_plan
+
+    return prepare_plan.make_plan(sources)
+
+
+def workspace_of(foreseen: Foreseen) -> dict[str, int]:
+    """What is made of a call's arrays before attention, by the kernels' names for it, and the bytes of each."""
+    call, sources = foreseen
+    if sources is None:
+        return {}
+    if isinstance(sources, quantize_plan.Sources):
+        tensors = {"q": call.q, "k": call.k, "v": call.v}
+        return {f"{role}_{part}": size for role, x in tensors.items() for part, size in workspace_parts(x).items()}
+    from . import prepare_plan
+
+    return prepare_plan.parts(sources)
 
 
 def make_plan(call: QuantizedCall) -> QuantizedPlan:
@@ -289,16 +324,18 @@ def make_plan(call: QuantizedCall) -> QuantizedPlan:
     if 0 in call.lse_shape or call.k.sizes[1] == 0:
         return QuantizedPlan(call, None, None)
     device = call.q.device
-    attend = Fp8Plan(planned := fp8_call(call), jit.kernel_for(planned.problem, device))
+    arch = jit.device_arch(device).name
+    check_formats(call, arch)
+    attend = plan_attention(fp8_call(call, arch), device)
     shift = None
     if call.return_lse and call.k.mean is not None:
-        loaded = jit.kernel_for(lse_problem(padded(call.q.head_dim), jit.device_arch(device).name), device)
+        loaded = jit.kernel_for(lse_problem(padded(call.q.head_dim), arch), device)
         shift = QuantizePlan(device, (shift_launch(call, loaded),))
     return QuantizedPlan(call, attend, shift)
 
 
-def fp8_call(call: QuantizedCall) -> Fp8Call:
-    """The call as the kernel's plan takes it."""
+def fp8_call(call: QuantizedCall, arch: str) -> Fp8Call:
+    """The call as the kernel's plan takes it, on a device that ``arch`` names."""
     (batch, seq_q, heads, dim), (_, seq_k, heads_k, _) = call.q.sizes, call.k.sizes
     bottom_right = seq_k - seq_q if call.causal == "bottom_right" else 0
     return Fp8Call(
@@ -312,9 +349,12 @@ def fp8_call(call: QuantizedCall) -> Fp8Call:
         out_dtype=cast(Dtype, call.out_dtype),
         causal_offset=bottom_right if call.causal else None,
         scale=call.scale,
-        q_strides=_payload_strides(call.q),
-        k_strides=_payload_strides(call.k),
+        q_strides=call.strides[0] or _payload_strides(call.q),
+        k_strides=call.strides[1] or _payload_strides(call.k),
         out_strides=_written_strides(call),
+        arch=kernels.fp8_target(arch),
+        one_level=call.fast and padded(call.v.head_dim) <= MOST_TWO_LEVEL,  # beyond, there is one kernel for both
+        dtypes=(call.q.dtype, call.k.dtype, call.v.dtype),
     )
 
 
@@ -330,6 +370,7 @@ def shift_launch(call: QuantizedCall, loaded: LoadedKernel) -> Launch:
             "group": fast_div(heads // heads_k),
             "kv_heads": heads_k,
             "seqlen": seq,
+            "e5m2": int(call.q.dtype == E5M2.name),
             "scale": call.scale,
         }
     )

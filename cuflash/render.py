@@ -142,6 +142,8 @@ def dump_command(problem: AttentionProblem, config: KernelConfig) -> str:
     words += ["--scale-first"] if problem.scale_first else []
     words += ["--short"] if problem.short else []
     words += [f"--input-dtype {problem.input_dtype}"] if problem.input_dtype else []
+    words += [f"--k-dtype {problem.k_dtype}"] if problem.k_dtype else []
+    words += [f"--v-dtype {problem.v_dtype}"] if problem.v_dtype else []
     words += ["--one-level"] if problem.one_level else []
     words += ["--config " + ",".join(changed)] if changed else []
     return " ".join(words)

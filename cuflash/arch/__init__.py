@@ -29,9 +29,19 @@ class Arch(NamedTuple):
         return self.compute_capability >= (9, 0)
 
     @property
+    def overlaps_launches(self) -> bool:
+        """Whether a kernel can begin before the one before it is done."""
+        return self.compute_capability >= (9, 0)
+
+    @property
     def converts_float8(self) -> bool:
         """Whether an instruction rounds to 8-bit floats."""
         return self.compute_capability >= (8, 9)
+
+    @property
+    def multiplies_float8(self) -> bool:
+        """Whether ``mma.sync`` of e4m3 is an instruction. On 9.0 and 10.x ptxas makes conversions and fp16's of it."""
+        return self.compute_capability == (8, 9) or self.compute_capability >= (12, 0)
 
     @property
     def specific(self) -> bool:

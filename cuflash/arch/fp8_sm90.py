@@ -1,4 +1,4 @@
-"""Tuning table of the Hopper kernels for e4m3 inputs."""
+"""Tuning table of the Hopper kernels for 8-bit inputs."""
 
 from __future__ import annotations
 

@@ -15,10 +15,11 @@ from typing import Any, NamedTuple, Protocol
 CPU = -1
 """The device ordinal of host memory; CUDA devices count from 0."""
 
-FLOAT8 = "float8"
+FLOAT8_DTYPES = ("float8_e4m3fn", "float8_e5m2")
+"""Of operands that are quantized already."""
 GPU_DTYPES = ("float16", "bfloat16")
 CPU_DTYPES = ("float16", "bfloat16", "float32", "float64")
-ITEM_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
+ITEM_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "float8_e4m3fn": 1, "float8_e5m2": 1}
 
 
 class Operand(NamedTuple):
@@ -150,6 +151,12 @@ def _module_for(framework: str) -> Any:
     return None
 
 
+def is_float8(x: Any) -> bool:
+    """Whether it is an array of an 8-bit float type that cuflash knows; a `cuflash.QuantizedTensor` is not."""
+    dtype = getattr(x, "dtype", None)
+    return not isinstance(dtype, str) and str(dtype).rpartition(".")[2] in FLOAT8_DTYPES
+
+
 _names: dict[Any, str] = {}
 """The accepted element types seen so far; making a name of one takes NumPy microseconds."""
 
@@ -169,20 +176,19 @@ def dtype_name(name: str, dtype: Any) -> str:
     TypeError
         Not a floating-point type that attention is defined for.
     UnsupportedError
-        fp8, which comes with scales.
+        An 8-bit float type that cuflash does not know.
     """
     known = _names.get(dtype)
     if known is not None:
         return known
     plain = str(dtype).rpartition(".")[2]
-    if plain in CPU_DTYPES:
+    if plain in CPU_DTYPES or plain in FLOAT8_DTYPES:
         return _names.setdefault(dtype, plain)
-    if plain.startswith(FLOAT8):
+    if plain.startswith("float8"):
         from ..errors import UnsupportedError
 
         raise UnsupportedError(
-            f"{name} has dtype {plain}, whose scales are not known: take it over by cuflash.QuantizedTensor."
-            "from_float8, or cast it to bfloat16 or float16"
+            f"{name} has dtype {plain}; of 8-bit floats cuflash takes {' and '.join(FLOAT8_DTYPES)}: cast it"
         )
     hint = ": cast it"
     if plain in ("uint16", "int16"):

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import UnsupportedError
-from . import kind_of
+from . import is_float8, kind_of
 
 CUDA_DEVICES = (2, 13)
 HOST_DEVICES = (1, 3)
@@ -121,6 +121,12 @@ def is_quantized(x: Any) -> bool:
     return quantized is not None and isinstance(x, quantized.QuantizedTensor)
 
 
+def concerns_float8(q: Any, precision: Any, out_dtype: Any, scales: Mapping[str, Any]) -> bool:
+    """Whether a call is of quantized tensors or 8-bit arrays, or has an option of such calls."""
+    options = (precision, out_dtype, *scales.values())
+    return any(x is not None for x in options) or is_quantized(q) or is_float8(q)
+
+
 def is_traced(q: Any, k: Any, v: Any) -> bool:
     """Whether these are JAX arrays of which at least one is a tracer: `cuflash.jax` takes them."""
     jax = sys.modules.get("jax")
@@ -147,7 +153,7 @@ def _view_jax(name: str, x: Any) -> Any:
         raise UnsupportedError(
             f"{name} is on a {devices[0].platform} device; cuflash takes arrays on CUDA devices and CPUs"
         )
-    return require_cupy(name).from_dlpack(x)
+    return _view_on_gpu(name, x)
 
 
 def _check_jax_devices(named: Mapping[str, Any]) -> None:
@@ -174,17 +180,29 @@ def _view_dlpack(name: str, x: Any) -> Any:
     if device in HOST_DEVICES:
         return _view_host(name, x)
     if device in CUDA_DEVICES:
-        return require_cupy(name).from_dlpack(x)
+        return _view_on_gpu(name, x)
     raise UnsupportedError(f"{name} is on a device of DLPack type {device}; cuflash takes CUDA devices and CPUs")
+
+
+def _view_on_gpu(name: str, x: Any) -> Any:
+    cupy = require_cupy(name)
+    if not is_float8(x):
+        return cupy.from_dlpack(x)
+    import ml_dtypes
+
+    from .capsule import Bytes
+
+    return cupy.from_dlpack(Bytes(x)).view(getattr(ml_dtypes, str(x.dtype).rpartition(".")[2]))
 
 
 def _view_host(name: str, x: Any) -> Any:
     try:
         return np.from_dlpack(x)
     except (BufferError, RuntimeError) as error:
-        from .capsule import bfloat16_view
+        from .capsule import bfloat16_view, float8_view
 
         view = bfloat16_view(x)
+        view = float8_view(x) if view is None else view
         if view is None:
             raise TypeError(f"{name}: NumPy cannot view this {type(x).__qualname__} by DLPack: {error}") from error
         return view

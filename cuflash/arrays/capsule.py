@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 
 BFLOAT_CODE = 4
+UNSIGNED_CODE = 1
+FLOAT8_CODES = {10: "float8_e4m3fn", 12: "float8_e5m2"}
 
 
 class _Tensor(ctypes.Structure):
@@ -54,6 +56,30 @@ def bfloat16_view(producer: Any) -> Any:
     if (tensor.code, tensor.bits, tensor.lanes) != (BFLOAT_CODE, 16, 1):
         return None
     return np.asarray(_Owner(capsule, tensor)).view(bfloat16)
+
+
+class Bytes:
+    """An array of 8-bit floats as one of unsigned bytes, for consumers of DLPack that do not know such floats."""
+
+    def __init__(self, producer: Any) -> None:
+        self._producer = producer
+
+    def __dlpack__(self, *, stream: Any = None, **_: Any) -> Any:
+        capsule = self._producer.__dlpack__() if stream is None else self._producer.__dlpack__(stream=stream)
+        _tensor_in(capsule).code = UNSIGNED_CODE
+        return capsule
+
+    def __dlpack_device__(self) -> Any:
+        return self._producer.__dlpack_device__()
+
+
+def float8_view(producer: Any) -> Any:
+    """A NumPy view of an array of 8-bit floats in host memory; None if its elements are something else."""
+    import ml_dtypes
+
+    tensor = _tensor_in(producer.__dlpack__())
+    name = FLOAT8_CODES.get(tensor.code) if (tensor.bits, tensor.lanes) == (8, 1) else None
+    return None if name is None else np.from_dlpack(Bytes(producer)).view(getattr(ml_dtypes, name))
 
 
 def address_of(producer: Any) -> int:

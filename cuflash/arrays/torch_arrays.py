@@ -151,6 +151,10 @@ def numpy(x: Any, /) -> Any:
         from ml_dtypes import bfloat16
 
         return x.view(torch.int16).numpy().view(bfloat16)
+    if x.dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
+        import ml_dtypes
+
+        return x.view(torch.uint8).numpy().view(getattr(ml_dtypes, str(x.dtype).removeprefix("torch.")))
     return x.numpy()
 
 

@@ -2,7 +2,8 @@
 #pragma once
 #include "device/tile.cuh"
 
-// One chunk from global memory; what lies beyond valid_bytes becomes zero.
+// One chunk from global memory; what lies beyond valid_bytes becomes zero. dim_stride: between elements, which accesses of 2 bytes (or of 1) take one by
+// one; wider ones take them as they lie.
 template <int kAccessBytes>
 DEVICE Chunk load_chunk(const unsigned char* from, int valid_bytes, i64 dim_stride) {
     Chunk c{};
@@ -17,6 +18,7 @@ DEVICE Chunk load_chunk(const unsigned char* from, int valid_bytes, i64 dim_stri
         }
         if constexpr (kAccessBytes == 4) c.word[at / 4] = ld_global<u32>(from + at);
         if constexpr (kAccessBytes == 2) c.word[at / 4] |= (u32)ld_global<u16>(from + at / 2 * dim_stride) << (8 * (at & 2));
+        if constexpr (kAccessBytes == 1) c.word[at / 4] |= (u32)ld_global<unsigned char>(from + at * dim_stride) << (8 * (at & 3));
     }
     return c;
 }

@@ -3,7 +3,6 @@
 #include "device/ptx.cuh"
 
 DEVICE bool is_finite(float x) { return fabsf(x) <= 0x1.fffffep127f; }
-constexpr float kSmallestScale = 0x1p-126f;
 
 // One code in integer arithmetic, for targets without an instruction for it: see Format.encode in cuflash/fp8.py.
 template <bool kE5m2>
@@ -26,8 +25,15 @@ DEVICE u32 pack_float8(float a, float b, float c, float d) {
     return encode_float8<kE5m2>(a) | encode_float8<kE5m2>(b) << 8 | encode_float8<kE5m2>(c) << 16 | encode_float8<kE5m2>(d) << 24;
 }
 
-// The number of one e4m3 code. Its exponent and mantissa are read as those of a float, whose bias is larger by 120.
-DEVICE float decode_e4m3(u32 code) {
+// The number of one code. e5m2 is the upper half of a float16; of e4m3, exponent and mantissa are read as those of a float, whose bias is
+// larger by 120.
+template <bool kE5m2>
+DEVICE float decode_float8(u32 code) {
+    if constexpr (kE5m2) {
+        float number, zero;
+        unpack_pair<false>(code << 8, number, zero);
+        return number;
+    }
     const float magnitude = (code & 0x7f) == 0x7f ? bits_float(0x7fc00000u) : bits_float((code & 0x7f) << 20) * 0x1p120f;
     return code & 0x80 ? -magnitude : magnitude;
 }
@@ -42,11 +48,10 @@ struct Divisor {
     }
 };
 
-// The scale of a tile with this largest magnitude. Below kTinyScale the remainder of a division would be subnormal, and not exact:
+// The scale of a tile with this largest magnitude, not 0. Below kTinyScale the remainder of a division would be subnormal, and not exact:
 // then values and scale are taken kLift times as large.
-DEVICE float scale_of(float largest, bool e5m2) {
-    return largest > 0.f ? max_f32(largest / (e5m2 ? 57344.f : 448.f), kSmallestScale) : 1.f;
-}
+DEVICE float scale_of(float largest, bool e5m2, float smallest) { return max_f32(largest / (e5m2 ? 57344.f : 448.f), smallest); }
+constexpr float kSmallestScale = 0x1p-126f;
 constexpr float kTinyScale = 0x1p-80f, kLift = 0x1p64f;
 
 // The largest magnitude of some values, without NaN and infinities; these become NaN.
@@ -80,6 +85,12 @@ DEVICE constexpr float hadamard_norm(int size) {
     return size == 256 ? 0.0625f : size == 128 ? 0.088388347648318447f : size == 64 ? 0.125f : size == 32 ? 0.17677669529663689f
          : size == 16 ? 0.25f : size == 8 ? 0.35355339059327379f : size == 4 ? 0.5f : size == 2 ? 0.70710678118654757f : 1.f;
 }
+// The power of two at or above the norm of the first block, which may be left to a scale.
+DEVICE constexpr float hadamard_unit(int head_dim) {
+    float unit = 1.f;
+    for (int size = 4; size <= head_dim; size *= 4) unit /= 2;
+    return unit;
+}
 
 // Sums and differences of the first kColumns of a lane's columns, which are whole blocks.
 template <int kColumns, int kDistance = 1, int kCount>
@@ -96,15 +107,15 @@ DEVICE void butterflies(float (&x)[kCount]) {
     }
 }
 
-// Rotates rows whose signs are applied. Each lane has kLaneColumns columns of one row, a power of two, from kLaneColumns * part on (kCount of
+// Rotates rows whose signs are applied; the result is in units of 1 / kOver, a power of two. Each lane has kLaneColumns columns of one row, a power of two, from kLaneColumns * part on (kCount of
 // them; others do not exist); its warp has kParts parts of each row, the next part of which is kStep lanes on.
-template <int kHeadDim, int kLaneColumns, int kParts, int kStep, int kCount>
+template <int kHeadDim, int kLaneColumns, int kParts, int kStep, int kOver, int kCount>
 DEVICE void rotate(float (&x)[kCount], int part) {
     constexpr int kWhole = kHeadDim / kLaneColumns, kRest = kHeadDim % kLaneColumns;
     if (kRest > 0 && part == kWhole) {
         butterflies<kRest>(x);
         #pragma unroll
-        for (int i = 0; i < kRest; i++) x[i] = mul_f32(x[i], hadamard_norm(hadamard_block(kRest, i)));
+        for (int i = 0; i < kRest; i++) x[i] = mul_f32(x[i], kOver * hadamard_norm(hadamard_block(kRest, i)));
     }
     if constexpr (kWhole > 0) {
         if (kRest == 0 || part != kWhole) butterflies<kLaneColumns>(x);
@@ -122,21 +133,12 @@ DEVICE void rotate(float (&x)[kCount], int part) {
         float norm = 1.f;
         #pragma unroll
         for (int size = kLaneColumns; size <= 256; size *= 2)
-            if (part < kHeadDim / size * (size / kLaneColumns)) norm = hadamard_norm(size);
-        #pragma unroll
-        for (int i = 0; i < kCount; i++) x[i] = mul_f32(x[i], norm);
+            if (part < kHeadDim / size * (size / kLaneColumns)) norm = kOver * hadamard_norm(size);
+        if constexpr (hadamard_block(kHeadDim, 0) != kHeadDim || kOver * hadamard_norm(kHeadDim) != 1.f) {
+            #pragma unroll
+            for (int i = 0; i < kCount; i++) x[i] = mul_f32(x[i], norm);
+        }
     }
 }
 
 struct alignas(16) Float4 { float value[4]; };
-
-// Subtracts the means of the first columns, a multiple of four.
-template <int kColumns, int kCount>
-DEVICE void subtract(float (&x)[kCount], const float* mean) {
-    #pragma unroll
-    for (int i = 0; i < kColumns; i += 4) {
-        const Float4 m = ld_global<Float4>(mean + i);
-        #pragma unroll
-        for (int e = 0; e < 4; e++) x[i + e] -= m.value[e];
-    }
-}

@@ -7,6 +7,14 @@
 constexpr int kAhead = 1;
 constexpr int kRing = kAhead + 1;
 
+// The product of a kernel: d += a * b and d = a * b of fragments of 32 bytes of the operands' rows, eight columns of b. A row of them has kDim
+// 16-bit elements, or half as many 8-bit codes.
+template <bool kBf16>
+struct Product16 {
+    DEVICE static void add(float* d, const u32* a, u32 b0, u32 b1) { mma_m16n8k16<kBf16>(d, a, b0, b1); }
+    DEVICE static void first(float* d, const u32* a, u32 b0, u32 b1) { mma_m16n8k16_first<kBf16>(d, a, b0, b1); }
+};
+
 // The A fragments of Q: the first kHeld k-steps stay in registers, the others are read again in every step.
 template <int kHeadDim, int kRowBlocks, int kHeld>
 struct QueryFragments {
@@ -25,7 +33,7 @@ struct QueryFragments {
 };
 
 // S = Q K^T over kColumns keys; k_lane is the lane's address in the tile of K.
-template <bool kBf16, int kHeadDim, int kRowBlocks, int kHeld, int kColumns>
+template <class Product, int kHeadDim, int kRowBlocks, int kHeld, int kColumns>
 DEVICE void multiply_qk(float (&s)[kRowBlocks][kColumns / 2], const QueryFragments<kHeadDim, kRowBlocks, kHeld>& q, u32 k_lane) {
     using Layout = TileLayout<kHeadDim>;
     constexpr int kSteps = ceil_div(kHeadDim, 16), kBlocks = kColumns / 16;
@@ -43,11 +51,11 @@ DEVICE void multiply_qk(float (&s)[kRowBlocks][kColumns / 2], const QueryFragmen
             for (int w = 0; w < kRowBlocks; w++) {
                 const u32* aw = k < kHeld ? q.held[k < kHeld ? k : 0][w] : a[k % 2][w];
                 if (k == 0) {
-                    mma_m16n8k16_first<kBf16>(s[w] + 8 * n, aw, b[i % kRing][0], b[i % kRing][1]);
-                    mma_m16n8k16_first<kBf16>(s[w] + 8 * n + 4, aw, b[i % kRing][2], b[i % kRing][3]);
+                    Product::first(s[w] + 8 * n, aw, b[i % kRing][0], b[i % kRing][1]);
+                    Product::first(s[w] + 8 * n + 4, aw, b[i % kRing][2], b[i % kRing][3]);
                 } else {
-                    mma_m16n8k16<kBf16>(s[w] + 8 * n, aw, b[i % kRing][0], b[i % kRing][1]);
-                    mma_m16n8k16<kBf16>(s[w] + 8 * n + 4, aw, b[i % kRing][2], b[i % kRing][3]);
+                    Product::add(s[w] + 8 * n, aw, b[i % kRing][0], b[i % kRing][1]);
+                    Product::add(s[w] + 8 * n + 4, aw, b[i % kRing][2], b[i % kRing][3]);
                 }
             }
         }

@@ -27,6 +27,18 @@ DEVICE bool cta_sync_or(bool predicate) { return __syncthreads_or(predicate); } 
 DEVICE void warp_sync() { __syncwarp(); }
 DEVICE bool warp_any(bool predicate) { return __any_sync(~0u, predicate); }
 
+// Of kernels that are launched one behind the other, so that they overlap (9.7.13.13: griddepcontrol). From sm_90 on; before, they do not overlap.
+DEVICE void grid_dependency_wait() {   // until the kernel before is done, and what it wrote can be seen
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+DEVICE void grid_dependents_launch() {   // the kernel behind may begin
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
+
 // ---- asynchronous copies (9.7.9.25.3: cp.async)
 
 // Copies kBytes when `go` is set; with kZeroFill only the first `valid` bytes are read and the others become zero.
@@ -136,6 +148,18 @@ DEVICE void mma_m16n8k16_first(float* d, const u32* a, u32 b0, u32 b1) {
                      : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(0.f));
 }
 
+// d += a * b of 8-bit floats, from sm_89 on (9.7.15.5.10: mma.m16n8k32). a: 16x32 by rows, b: 32x8 by columns, d: 16x8 in fp32. Where the hardware
+// has no such instruction (sm_90, sm_100, sm_103) ptxas converts the operands and takes that of fp16.
+DEVICE void mma_m16n8k32_e4m3(float* d, const u32* a, u32 b0, u32 b1) {
+    asm volatile("mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e4m3.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+// d = a * b.
+DEVICE void mma_m16n8k32_e4m3_first(float* d, const u32* a, u32 b0, u32 b1) {
+    asm volatile("mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e4m3.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%10, %10, %10, %10};"
+                 : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(0.f));
+}
+
 // Two fp32 values as one register of the element type, round to nearest even; `low` goes to the lower half.
 template <bool kBf16>
 DEVICE u32 pack_pair(float low, float high) {
@@ -169,14 +193,26 @@ DEVICE u32 pack_float8x4(float a, float b, float c, float d) {
     return r;
 }
 
+// The e4m3 codes of the lower half, as two fp16 numbers. From sm_89 on.
+DEVICE u32 unpack_e4m3x2(u32 codes) {
+    u32 r;
+    asm("{.reg .b16 l, h; mov.b32 {l, h}, %1; cvt.rn.f16x2.e4m3x2 %0, l;}" : "=r"(r) : "r"(codes));
+    return r;
+}
+// Byte i is that of x whose number is digit i of the selector, or zero where the digit is 4.
+template <u32 kSelector>
+DEVICE u32 select_bytes(u32 x) { return __byte_perm(x, 0, kSelector); }
+
 // ---- arithmetic (9.7.3)
 
 DEVICE float exp2_approx(float x) { float y; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
 DEVICE float log2_approx(float x) { float y; asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
 DEVICE float rcp_approx(float x) { float y; asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
+DEVICE u32 permute_bytes(u32 a, u32 b, u32 selector) { return __byte_perm(a, b, selector); }   // digits of the selector: 0-3 of a, 4-7 of b
 DEVICE float max_f32(float a, float b) { return fmaxf(a, b); }
 DEVICE float min_f32(float a, float b) { return fminf(a, b); }
 DEVICE float min_nan_f32(float a, float b) { float y; asm("min.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b)); return y; }   // a NaN wins
+DEVICE float max_nan_f32(float a, float b) { float y; asm("max.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b)); return y; }
 DEVICE float fma_f32(float a, float b, float c) { return __fmaf_rn(a, b, c); }
 DEVICE float mul_f32(float a, float b) { return __fmul_rn(a, b); }   // never contracted into an fma
 DEVICE int float_bits(float x) { return __float_as_int(x); }

@@ -34,14 +34,14 @@ DEVICE GlobalRows slice(const void* base, i64 batch_stride, i64 head_stride, i64
 
 // All threads of a block copy kRows rows of kDim elements, in passes of kRowsPerPass rows: a thread keeps its column and its row
 // modulo kRowsPerPass. Columns from kDim up to the next multiple of 16 become zero, so that they add nothing to a product.
-template <int kDim, int kThreads, int kAccessBytes>
+template <int kDim, int kThreads, int kAccessBytes, int kMostRows = 16>
 struct TileLoader {
     using Layout = TileLayout<kDim>;
     static constexpr int kChunks = round_up(kDim, 16) / kChunkElements;
-    static constexpr int kLanes = next_pow2(kChunks) < kThreads / 16 ? kThreads / 16 : next_pow2(kChunks);   // at most 16 rows a pass
+    static constexpr int kLanes = max_int(next_pow2(kChunks), kThreads / kMostRows);   // at most kMostRows rows a pass
     static constexpr int kRowsPerPass = kThreads / kLanes;
     static constexpr bool kWholeChunks = kDim % 16 == 0 && kAccessBytes == 16;
-    static_assert(kRowsPerPass % 8 == 0 || kRowsPerPass == 4, "the swizzle of a thread's rows must follow from its first row");
+    static_assert((kRowsPerPass & (kRowsPerPass - 1)) == 0, "the swizzle of a thread's rows must follow from its first row");
 
     u32 smem_offset;   // of the thread's chunk in its first row
     int row, chunk;
@@ -54,10 +54,14 @@ struct TileLoader {
         global_offset = row * (u32)rows.row_stride + chunk * kChunkBytes;   // negative and huge strides take the scalar variant
     }
 
+    DEVICE bool has_chunk() const { return kLanes == kChunks || chunk < kChunks; }
+    // Of the thread's chunk in pass i.
+    DEVICE u32 address(u32 smem, int i) const { return (smem + smem_offset + i * kRowsPerPass * Layout::kPitch) ^ (((i * kRowsPerPass) & 7) << 4); }
+
     // Pass i of the tile at `smem`. `source` points at the tile's first row; rows from `rows_left` on are beyond the sequence and become zero.
     template <bool kCheckRows>
     DEVICE void pass(u32 smem, const unsigned char* source, const GlobalRows& rows, int i, int rows_left, bool go) const {
-        const u32 dst = (smem + smem_offset + i * kRowsPerPass * Layout::kPitch) ^ (((i * kRowsPerPass) & 7) << 4);
+        const u32 dst = address(smem, i);
         const bool inside = !kCheckRows || row + i * kRowsPerPass < rows_left;
         if (kLanes != kChunks) go = go && chunk < kChunks;
         if constexpr (kAccessBytes == 2) {

@@ -20,6 +20,8 @@ from cuflash.arch import ARCHES
 from cuflash.backward_config import HopperConfig
 from cuflash.cli.dump import disassemble, find_disassembler
 from cuflash.compiler import Compiled, to_ptx
+from cuflash.config import KernelConfig
+from cuflash.fp8_sm80_config import Fp8Sm80Config
 from cuflash.problem import AttentionProblem
 from cuflash.render import render
 from cuflash.sm90_config import Sm90Config
@@ -29,7 +31,7 @@ from tests.tiny import require_nvrtc
 WARP_REGISTERS = 256
 """Registers are handed out to warps in steps of this many."""
 HOPPER_SECONDS = 3.0
-"""CPU time that a Hopper kernel may take to compile."""
+"""CPU time that a Hopper kernel, or one for codes, may take to compile."""
 BACKWARD_SECONDS = 5.0
 BACKWARD_SPILL_BYTES = 64
 """What ptxas keeps of loop bounds and pointers of a backward kernel beside its products' registers."""
@@ -37,13 +39,16 @@ BLOCK_RESERVE = 1024
 """Bytes of shared memory that the driver takes for each thread block."""
 
 
+KINDS = {"problem": KernelConfig, "hopper_problem": Sm90Config | HopperConfig, "fp8_problem": Fp8Sm80Config}
+"""Fixtures, and the kernels that each is."""
+
+
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    for name in {"problem", "hopper_problem"} & set(metafunc.fixturenames):
+    for name in KINDS.keys() & set(metafunc.fixturenames):
         problems = every_problem()
         if not metafunc.config.getoption("--all-kernels", default=False):
             problems = pairwise(problems)
-        if name == "hopper_problem":
-            problems = [p for p in problems if isinstance(kernels.select_config(p), Sm90Config | HopperConfig)]
+        problems = [p for p in problems if isinstance(kernels.select_config(p), KINDS[name])]
         metafunc.parametrize(name, problems, ids=label)
 
 
@@ -52,8 +57,7 @@ def compilations(request):
     """Compiles the problems of all selected tests, two at a time; results come as they are asked for."""
     require_nvrtc()
     calls = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
-    names = ("problem", "hopper_problem")
-    problems = dict.fromkeys(params[name] for params in calls for name in names if name in params)
+    problems = dict.fromkeys(params[name] for params in calls for name in KINDS if name in params)
     workers = min(os.cpu_count() or 1, 8)
     pool = ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn"))
     futures: dict[AttentionProblem, Future[Compiled]] = {p: pool.submit(compile_shipped, p) for p in problems}
@@ -95,6 +99,18 @@ def test_a_hopper_kernel_uses_its_own_instructions(hopper_problem, compilations)
         assert instruction in code
     stores_by_tma = config.tma_store if isinstance(config, Sm90Config) else True
     assert ("UTMASTG" if program else "cp.async.bulk.tensor.4d.global") in code or not stores_by_tma
+
+
+@pytest.mark.compile
+def test_a_kernel_for_codes_multiplies_what_its_config_says(fp8_problem, compilations):
+    """Codes where the hardware does that; a form of ptxas's own, which converts them, is nowhere."""
+    compiled = compilations[fp8_problem].result()
+    assert compiled.seconds <= HOPPER_SECONDS
+    converted, program = kernels.select_config(fp8_problem).converted, find_disassembler()
+    source = render(fp8_problem, kernels.select_config(fp8_problem))
+    code = disassemble(program, compiled.cubin) if program else to_ptx(source)
+    names = ("QMMA.16832", "HMMA.16816") if program else ("m16n8k32", "m16n8k16")
+    assert [name in code for name in names] == [not converted, converted]
 
 
 def test_the_subset_meets_every_pair():

@@ -51,7 +51,8 @@ void async_wait(int pending_groups);
 
 // ---- warp-wide instructions
 void load_matrix_x4(uint32_t (&r)[4], uint32_t address, bool transposed);
-void multiply_m16n8k16(float* d, const uint32_t* a, uint32_t b0, uint32_t b1, bool bf16, bool first);
+enum class Element { fp16, bf16, e4m3 };
+void multiply(float* d, const uint32_t* a, uint32_t b0, uint32_t b1, Element element, bool first);   // m16n8k16, of e4m3 m16n8k32
 bool vote_any(bool predicate);
 float shuffle_xor(float value, int mask);
 
@@ -59,5 +60,6 @@ float shuffle_xor(float value, int mask);
 float from_element(uint16_t bits, bool bf16);
 uint16_t to_element(float value, bool bf16);
 uint8_t to_float8(float value, bool e5m2);   // saturating
+float from_e4m3(uint8_t code);
 
 }  // namespace emulation

@@ -18,7 +18,10 @@ from tests.emulation.tensors import Tensor, allocate, place
 pytestmark = pytest.mark.skipif(compiler() is None, reason="the CPU emulation needs g++")
 
 SHARED_BYTES = 4096
+SOFTMAX = "constexpr float kSlack = 0.f;\n"
+"""What the softmax's header takes of a kernel."""
 KERNEL = """
+{before}
 #include "device/float8.cuh"
 struct Params {{ const unsigned char* in; unsigned char* out; }};
 extern "C" __global__ void probe(const __grid_constant__ Params p) {{
@@ -30,10 +33,10 @@ extern "C" __global__ void probe(const __grid_constant__ Params p) {{
 """
 
 
-def probe(body: str, given: Tensor, out: Tensor, threads: int = 64, timing: Timing = EARLY) -> Report:
+def probe(body: str, given: Tensor, out: Tensor, threads: int = 64, timing: Timing = EARLY, before: str = "") -> Report:
     problem = AttentionProblem(64, 64, "float16", "full", 16, False, "sm_90")
     headers = render(problem, select_config(problem)).headers
-    emulator = Emulator(Source(KERNEL.format(body=body), headers, "probe", (), "sm_90"))
+    emulator = Emulator(Source(KERNEL.format(body=body, before=before), headers, "probe", (), "sm_90"))
     block = np.array([given.address, out.address], np.uint64).tobytes()
     one = (Coordinates * 1)(Coordinates(0, 0, 0))
     launch = Launch(block, one, 1, Coordinates(1, 1, 1), threads, SHARED_BYTES, 1_000_000, timing.seed, timing.late)
@@ -143,6 +146,48 @@ def test_matrix_product(transposed: bool, bf16: bool, timing: Timing) -> None:
     assert out.unwritten() == 0
     expected = 2 * a.astype(np.float64) @ b.astype(np.float64)
     np.testing.assert_allclose(out.view.reshape(16, 8), expected, atol=1e-5)
+
+
+def test_matrix_product_of_float8() -> None:
+    """A B + A B of all sizes of e4m3: each sum loses what lies 13 bits below its largest product, and no more."""
+    kind = np.dtype(ml_dtypes.float8_e4m3fn)
+    rng = np.random.default_rng(3)
+    a, b = (rng.integers(0, 0x7F, shape).astype(np.uint8) for shape in ((16, 32), (8, 32)))  # b by columns
+    a |= rng.integers(0, 2, a.shape, np.uint8) << 7
+    memory = np.zeros(96 * 16, np.uint8)
+    memory[:512] = a.reshape(16, 2, 16).transpose(1, 0, 2).ravel()
+    memory[512:768] = b.reshape(8, 2, 16).transpose(1, 0, 2).ravel()
+    given, out = words(memory), blank(128)
+    body = f"""{COPY_IN}
+    if (warp == 0) {{
+        u32 a[4], b[4]; float d[4];
+        ldmatrix_x4(a, smem + lane * 16);
+        ldmatrix_x4(b, smem + 512 + lane * 16);
+        mma_m16n8k32_e4m3_first(d, a, b[0], b[1]);
+        mma_m16n8k32_e4m3(d, a, b[0], b[1]);
+        for (int i = 0; i < 4; i++)
+            st_global(p.out + 4 * (8 * (lane / 4 + 8 * (i / 2)) + 2 * (lane % 4) + i % 2), d[i]);
+    }}"""
+    assert not probe(body, given, out).faults
+    products = a.view(kind).astype(np.float64)[:, None] * b.view(kind).astype(np.float64)
+    error = np.abs(out.view.reshape(16, 8) - 2 * products.sum(axis=2))
+    size = np.abs(np.concatenate([products, products.sum(axis=2, keepdims=True)], axis=2)).max(axis=2)
+    assert (error <= 2 * 33 * 2.0**-13 * size).all() and (error > 2.0**-13 * size).any()
+
+
+@pytest.mark.parametrize("call", ["unpack_e4m3x2(t | t + 64 << 8)", "Fp16Product<false>::expand(t | t + 64 << 8)"])
+def test_float8_as_fp16(call: str) -> None:
+    """All codes, by the instruction and by the arithmetic in its place, which keeps 2^-8 of them."""
+    outs = blank(64), blank(64)
+    for half, out in enumerate(outs):
+        shifted = call.replace("t |", f"{128 * half} + t |").replace("t + 64", f"t + {128 * half + 64}")
+        body = f"st_global(p.out + 4 * t, {shifted});"
+        header = '#include "device/products_fp8.cuh"\n'
+        assert not probe(body, words(np.zeros(4, np.float32)), out, before=SOFTMAX + header).faults
+    pairs = np.concatenate([out.view.view(np.float16).reshape(64, 2).T.ravel() for out in outs])
+    values = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+    unit = 1 if "unpack" in call else 2.0**-8
+    np.testing.assert_array_equal(pairs.astype(np.float32), values * np.float32(unit))
 
 
 def test_votes_and_quads() -> None:
@@ -307,6 +352,28 @@ def test_signals_are_stored_any_number_of_times() -> None:
     out = blank(1)
     assert not probe(body, words(np.array([5, 0, 0, 0], np.int32)), out).faults
     assert out.view.view(np.int32).ravel()[0] == 8
+
+
+def test_bytes_of_two_words() -> None:
+    """Digits of a selector as `prmt` has them, the lowest first."""
+    body = """
+    const u32 both = permute_bytes(0x33221100u, 0x77665544u, t == 0 ? 0x7531u : t);
+    if (t < 4) st_global((float*)p.out + t, bits_float(both));
+    """
+    out = blank(4)
+    assert not probe(body, words(np.zeros(4)), out).faults
+    np.testing.assert_array_equal(out.view.view(np.uint32).ravel(), [0x77553311, 0x11, 0x22, 0x33])
+
+
+def test_a_maximum_that_keeps_nan() -> None:
+    body = """
+    const float nan = __builtin_nanf("");
+    const float values[4] = {max_nan_f32(-2.f, 1.f), max_nan_f32(0.f, nan), max_nan_f32(nan, 0.f), max_f32(0.f, nan)};
+    if (t < 4) st_global((float*)p.out + t, values[t]);
+    """
+    out = blank(4)
+    assert not probe(body, words(np.zeros(4)), out).faults
+    np.testing.assert_array_equal(out.view.ravel(), np.array([1, np.nan, np.nan, 0], np.float32))
 
 
 def test_a_minimum_that_keeps_nan_and_pairs_taken_apart() -> None:

@@ -71,11 +71,10 @@ def test_targets(arch: str, form: str) -> None:
 
 @pytest.mark.parametrize("d", [32, 48, 64, 80, 128, 200, 256])
 def test_other_configs(d: int) -> None:
-    """One stage; half as many columns for each thread."""
-    case = QuantizeCase((300, 400), (d, d), seed=1, blocks=2)
+    """One stage, three; twice as many columns for each thread. A block has more turns than one batch of tickets."""
+    case = QuantizeCase((300, 1400), (d, d), seed=1, blocks=1)
     config = kernels.select_config(_problem(case))
-    parts = 1 << (-(-d // 32) - 1).bit_length()
-    for changes in ({"stages": 1}, {"columns": 32, "parts": parts}):
+    for changes in ({"stages": 1}, {"stages": 3}, {"columns": 128, "parts": -(-d // 128)}):
         check(replace(case, config=replace(config, **changes)))  # type: ignore[type-var]
 
 
@@ -158,18 +157,24 @@ def test_the_emulator_sees_missing_barriers(ignored: str) -> None:
     ("kernel", "old", "new"),
     [
         ("quantize", "if (row < rows) st_global", "st_global"),
-        ("quantize", "token >= rows", "false"),
-        ("quantize", "address != 0 && row < ticket.rows()", "address != 0"),
-        ("quantize", "(unit ^ (column & 7)) * 16", "unit * 16"),
+        ("quantize", "n / 2 * 8 >= rows", "n / 2 * 8 >= kTile"),
+        ("quantize", "own.row < ticket.rows();", "own.row < kTile;"),
+        ("quantize", "(first ^ i * 16)", "first"),
         ("quantize", "piece.token % 16 / 2 * 4", "piece.token % 16 / 2 * 4 % 8"),
+        ("quantize", "scale * unit", "scale"),
+        ("quantize", "-over, x[i + e]", "-1.f, x[i + e]"),
         ("quantize", "(i64)batch * heads.divisor + head", "(i64)batch * heads.divisor + tile"),
-        ("quantize_means", "(2 * j + 1) * (i64)seqlen", "(2 * j) * (i64)seqlen"),
+        ("quantize", "if (is_v(turn) || kStages == 1) cta_sync()", "if (kStages == 1) cta_sync()"),
+        ("quantize", "0 : 2 * kStages - 3>", "0 : 2 * kStages - 1>"),
+        ("quantize", "kMaxima + turn % 2 * (4 * kWarps)", "kMaxima"),
+        ("quantize", "if (turn % kTicketBatch == 0) prepare(turn + kTicketBatch)", ""),
+        ("quantize_means", "distance / 2 + (step", "(step"),
         ("quantize_means", "half = kGroups / 2", "half = kGroups / 4"),
         ("quantize_means", "? -mean : mean", "? mean : mean"),
     ],
 )
 def test_wrong_kernels_are_seen(kernel: str, old: str, new: str) -> None:
-    case = QuantizeCase((300, 300), (64, 64), (2, 2), seed=1)
+    case = QuantizeCase((300, 300), (64, 64), (2, 2), seed=1, blocks=1)
     tensors = case.tensors({role: 0.1 * x + 5 for role, x in case.values().items()})
     report = run(case, tensors, mutation=Mutation("", old, new), mutated=kernel)
     if not report.faults:

@@ -32,9 +32,9 @@ MUTATIONS = {
     "a key tile too few": Mutation("device/mask.cuh", "m_end + offset)", "m_end - 1 + offset)"),
     "too many tiles taken for full": Mutation("device/mask.cuh", "m0 + 1 + offset", "m0 + kBlockN + offset"),
     "rows beyond the end are loaded": Mutation("device/tile.cuh", "!kCheckRows || row", "true || row"),
-    "rows beyond the end are stored": Mutation("device/epilogue.cuh", "row >= rows_left", "false"),
+    "rows beyond the end are stored": Mutation("device/chunk_io.cuh", "row >= rows_left", "false"),
     "every head its own keys": Mutation("device/schedule.cuh", "group.divide(tile.head)", "tile.head"),
-    "sums not rescaled": Mutation("device/softmax.cuh", "row_sum *= correction", "(void)row_sum"),
+    "sums not rescaled": Mutation("device/softmax.cuh", "sum[w][r] *= correction[w][r]", "(void)correction"),
 }
 
 
@@ -42,8 +42,8 @@ MUTATIONS = {
 def test_a_wrong_kernel_is_seen(name: str) -> None:
     """Each by a fault of the machine or by wrong numbers, in at least one of two timings."""
     case = Case((200, 201), (64, 64), (4, 2), causal="bottom_right", rise=20.0 if "rescaled" in name else 1.0)
+    runs = [run(case, timing, mutation=MUTATIONS[name]) for timing in (Timing(False, 1), Timing(True, 2))]
     with pytest.raises(AssertionError):
-        for timing in (Timing(False, 1), Timing(True, 2)):
-            tensors, result = run(case, timing, mutation=MUTATIONS[name])
+        for tensors, result in runs:
             assert_clean(tensors, result)
             assert_right(case, tensors)

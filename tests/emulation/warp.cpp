@@ -38,28 +38,52 @@ void load_matrix(Lanes lanes) {
     }
 }
 
-void unpack(float* to, uint32_t pair, bool bf16) {
-    to[0] = from_element(pair & 0xffff, bf16);
-    to[1] = from_element(pair >> 16, bf16);
+// The elements of a register.
+void unpack(float* to, uint32_t word, Element element) {
+    if (element == Element::e4m3) {
+        for (int i = 0; i < 4; i++) to[i] = from_e4m3(word >> 8 * i & 0xff);
+    } else {
+        for (int i = 0; i < 2; i++) to[i] = from_element(word >> 16 * i & 0xffff, element == Element::bf16);
+    }
 }
 
-// 9.7.14.5.8: fragments of mma.m16n8k16. Products of 16-bit floats are exact in fp32; their sum is rounded at every addition here, while
-// the order on a GPU is not specified.
+// What tensor cores make of 8-bit products and the sum before them, as far as was measured (on Hopper): all are aligned to the largest
+// and lose what lies kFraction bits below it; the sum of what is left is exact.
+constexpr int kFraction = 13;
+float truncating_sum(float sum, const float* products, int count) {
+    float largest = fabsf(sum);
+    for (int i = 0; i < count; i++) largest = fmaxf(largest, fabsf(products[i]));
+    double total = sum;
+    for (int i = 0; i < count; i++) total += products[i];
+    if (largest == 0.f || !std::isfinite(total)) return (float)total;
+    const int unit = ilogbf(largest) - kFraction;
+    total = trunc(ldexp(sum, -unit));
+    for (int i = 0; i < count; i++) total += trunc(ldexp(products[i], -unit));
+    return (float)ldexp(total, unit);
+}
+
+// 9.7.14.5.8 and 9.7.14.5.10: fragments of mma.m16n8k16 and, of 8-bit elements, m16n8k32: a register has the same place among the columns of A
+// and the rows of B. Products of 16-bit floats are exact in fp32; their sum is rounded at every addition here, while the order on a GPU is not
+// specified.
 void multiply(Lanes lanes) {
     machine.counts["mma"]++;
-    float a[16][16], b_columns[8][16], b[16][8], d[16][8];
+    const Element element = of<Multiply>(lanes[0]).element;
+    const int each = element == Element::e4m3 ? 4 : 2, depth = 8 * each;   // elements of a register; of a row of A
+    float a[16][32], b[8][32], d[16][8];   // b by columns
     for (int lane = 0; lane < kWarpSize; lane++) {
         const Multiply& o = of<Multiply>(lanes[lane]);
-        const int group = lane / 4, pair = 2 * (lane % 4);
-        for (int i = 0; i < 4; i++) unpack(&a[group + 8 * (i & 1)][pair + 8 * (i >> 1)], o.a[i], o.bf16);
-        for (int i = 0; i < 2; i++) unpack(&b_columns[group][pair + 8 * i], o.b[i], o.bf16);
-        for (int i = 0; i < 4; i++) d[group + 8 * (i >> 1)][pair + (i & 1)] = o.first ? 0.f : o.d[i];
+        const int group = lane / 4, first = each * (lane % 4);
+        for (int i = 0; i < 4; i++) unpack(&a[group + 8 * (i & 1)][first + 4 * each * (i >> 1)], o.a[i], element);
+        for (int i = 0; i < 2; i++) unpack(&b[group][first + 4 * each * i], o.b[i], element);
+        for (int i = 0; i < 4; i++) d[group + 8 * (i >> 1)][2 * (lane % 4) + (i & 1)] = o.first ? 0.f : o.d[i];
     }
-    for (int k = 0; k < 16; k++)
-        for (int column = 0; column < 8; column++) b[k][column] = b_columns[column][k];
     for (int row = 0; row < 16; row++)
-        for (int k = 0; k < 16; k++)
-            for (int column = 0; column < 8; column++) d[row][column] += a[row][k] * b[k][column];
+        for (int column = 0; column < 8; column++) {
+            float products[32];
+            for (int k = 0; k < depth; k++) products[k] = a[row][k] * b[column][k];
+            if (element == Element::e4m3) d[row][column] = truncating_sum(d[row][column], products, depth);
+            else for (int k = 0; k < depth; k++) d[row][column] += products[k];
+        }
     for (int lane = 0; lane < kWarpSize; lane++)
         for (int i = 0; i < 4; i++) of<Multiply>(lanes[lane]).d[i] = d[lane / 4 + 8 * (i >> 1)][2 * (lane % 4) + (i & 1)];
 }
@@ -134,6 +158,12 @@ uint8_t to_float8(float value, bool e5m2) {
     return (uint8_t)((std::signbit(value) ? 0x80 : 0) | (((exponent + bias - 1) << mantissa) + units));
 }
 
+float from_e4m3(uint8_t code) {
+    const int exponent = code >> 3 & 15, mantissa = code & 7;
+    const float magnitude = (code & 0x7f) == 0x7f ? NAN : exponent ? ldexpf((float)(8 + mantissa), exponent - 10) : ldexpf((float)mantissa, -9);
+    return code >> 7 ? -magnitude : magnitude;
+}
+
 void execute(Wait wait, Thread* lanes) {
     switch (wait) {
         case Wait::load_matrix: return load_matrix(lanes);
@@ -150,8 +180,8 @@ void load_matrix_x4(uint32_t (&r)[4], uint32_t address, bool transposed) {
     arrive(Wait::load_matrix, &o);
 }
 
-void multiply_m16n8k16(float* d, const uint32_t* a, uint32_t b0, uint32_t b1, bool bf16, bool first) {
-    Multiply o{d, a, {b0, b1}, bf16, first};
+void multiply(float* d, const uint32_t* a, uint32_t b0, uint32_t b1, Element element, bool first) {
+    Multiply o{d, a, {b0, b1}, element, first};
     arrive(Wait::multiply, &o);
 }
 

@@ -79,3 +79,16 @@ def test_a_long_call() -> None:
     """More tiles than thread blocks, heads of both ends of the work."""
     arrays = host_qkv((4096, 4096), (8, 8), (128, 128), "bfloat16", batch=2)
     check(arrays, hadamard=True)
+
+
+def test_means_are_those_of_the_call() -> None:
+    """The kernel of the codes begins while that of the means runs; the means' memory may still hold another call's."""
+    arrays = host_qkv((1, 5000), (2, 2), (256, 256), "bfloat16")
+    calls = [arrays, [x + np.ones((), x.dtype) for x in arrays]]
+    expected = [cuflash.quantize_qkv(*each) for each in calls]
+    on_gpu = [[to_device(x) for x in each] for each in calls]
+    for turn in range(20):
+        q8, k8, v8 = cuflash.quantize_qkv(*on_gpu[turn % 2])
+        for mine, other in zip((q8, k8, v8), expected[turn % 2], strict=True):
+            assert_same(mine, other)
+        del q8, k8, v8  # the pool gives their memory to the next call

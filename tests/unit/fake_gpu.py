@@ -10,7 +10,7 @@ import contextlib
 import ctypes
 import struct
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import ml_dtypes
@@ -44,6 +44,7 @@ class Launch:
     smem_bytes: int
     stream: int
     params: dict[str, Any]
+    early: bool = False
 
 
 @dataclass(frozen=True)
@@ -139,6 +140,11 @@ class FakeGpu:
         if self.execute:
             run(launch)
 
+    def launch_early(self, *arguments: Any) -> None:
+        assert self.capability >= (9, 0) and self.launches, "there is no kernel before, or it cannot overlap"
+        self.launch(*arguments)
+        self.launches[-1] = replace(self.launches[-1], early=True)
+
     def read(self, handle: int, params_address: int) -> dict[str, Any]:
         """What the driver would copy: the block behind the one pointer at an address."""
         pointer = ctypes.c_void_p.from_address(params_address).value
@@ -208,6 +214,7 @@ def _install_driver(monkeypatch: pytest.MonkeyPatch, gpu: FakeGpu) -> None:
     monkeypatch.setattr(jit, "_buffers", jit._Buffers())
     monkeypatch.setattr(driver, "load_kernel", gpu.load_kernel)
     monkeypatch.setattr(driver, "launch", gpu.launch)
+    monkeypatch.setattr(driver, "launch_early", gpu.launch_early)
     monkeypatch.setattr(driver, "ensure_context", gpu.contexts.append)
     monkeypatch.setattr(driver, "encode_tensor_map", gpu.encode_tensor_map)
     monkeypatch.setattr(counters, "prepare", lambda device: None)

@@ -164,9 +164,23 @@ def test_types_are_not_guessed(adopt: Any, dtype: Any, words: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2"])
-def test_fp8_is_refused_by_name(adopt: Any, dtype: str) -> None:
-    with pytest.raises(cuflash.UnsupportedError, match=f"q has dtype {dtype}, whose scales are not known: .* or cast"):
-        cuflash.attention(*(adopt(np.zeros(SHAPE, getattr(ml_dtypes, dtype))) for _ in range(3)))
+def test_fp8_beside_other_types_is_refused_by_name(adopt: Any, dtype: str) -> None:
+    q, k, v = (adopt(np.zeros(SHAPE, np.float16)) for _ in range(3))
+    codes = adopt(np.zeros(SHAPE, getattr(ml_dtypes, dtype)))
+    with pytest.raises(cuflash.UnsupportedError, match=f"v has dtype {dtype}, whose scales are not known: .* or cast"):
+        cuflash.attention(q, k, codes)
+    with pytest.raises(
+        TypeError, match="k has dtype float16; accepted are q, k and v of float8_e4m3fn and float8_e5m2"
+    ):
+        cuflash.attention(codes, k, v)
+    with pytest.raises(cuflash.UnsupportedError, match=f"q has dtype {dtype}, whose scales are not known"):
+        cuflash.attention_backward(codes, codes, codes, codes, codes, codes)
+
+
+def test_other_8_bit_floats_are_refused_by_name(adopt: Any) -> None:
+    message = "q has dtype float8_e4m3b11fnuz; of 8-bit floats cuflash takes float8_e4m3fn and float8_e5m2: cast it"
+    with pytest.raises(cuflash.UnsupportedError, match=message):
+        cuflash.attention(*(adopt(np.zeros(SHAPE, ml_dtypes.float8_e4m3b11fnuz)) for _ in range(3)))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])

@@ -92,8 +92,10 @@ def test_a_key_holds_all_that_determines_a_cubin():
     seen.add(cache_key(PROBLEM, CONFIG, lineinfo=True))
     seen.add(cache_key(PROBLEM, CONFIG, ptx=True))
     seen.add(cache_key(replace(PROBLEM, input_dtype="float8_e4m3fn", one_level=True), CONFIG))
-    assert len(seen) == 20
-    assert len({key.base for key in seen}) == 20
+    seen.add(cache_key(replace(PROBLEM, input_dtype="float8_e4m3fn", k_dtype="float8_e5m2"), CONFIG))
+    seen.add(cache_key(replace(PROBLEM, input_dtype="float8_e4m3fn", v_dtype="float8_e5m2"), CONFIG))
+    assert len(seen) == 22
+    assert len({key.base for key in seen}) == 22
 
 
 def test_a_key_holds_nothing_else():

@@ -493,6 +493,15 @@ def test_overrides_are_numbers_of_known_fields():
             parse_override(text)
 
 
+def test_elements_of_bytes_have_accesses_of_their_own(capsys):
+    for dim, words in ((33, "1-byte"), (18, "1-byte"), (36, "4-byte"), (48, "16-byte")):
+        assert main(["dump", "--task", "prepare", "--head-dim", str(dim)]) == 0
+        text = capsys.readouterr().out
+        assert f"{words} global access" in text and f"--access-bytes {words[:-5]} " in text
+    assert main(["dump", "--task", "prepare", "--access-bytes", "2"]) == 1
+    assert "access_bytes is 2; accepted are 16, 8, 4 and 1" in error_line(capsys)
+
+
 @pytest.mark.parametrize(("dims", "access"), [((128, 128), 16), ((64, 60), 8), ((6, 6), 4), ((5, 8), 2)])
 def test_the_widest_access_of_contiguous_rows(dims, access):
     assert widest_access(*dims) == access

@@ -174,6 +174,16 @@ class FakeBindings:
         block = ctypes.string_at(ctypes.c_void_p.from_address(address).value, 16)
         return self._did("cuLaunchKernel", function, *numbers, struct.unpack("<qq", block), extra)
 
+    class CUlaunchConfig(types.SimpleNamespace):
+        pass
+
+    CUlaunchAttribute = CUlaunchAttributeValue = CUlaunchConfig
+    CUlaunchAttributeID = types.SimpleNamespace(CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION=6)
+
+    def cuLaunchKernelEx(self, config, function, address, extra):
+        block = ctypes.string_at(ctypes.c_void_p.from_address(address).value, 16)
+        return self._did("cuLaunchKernelEx", vars(config), function, struct.unpack("<qq", block), extra)
+
 
 CACHED = (
     driver._driver,
@@ -182,6 +192,7 @@ CACHED = (
     driver.device_properties,
     driver.multiprocessors,
     driver._primary_context,
+    driver._early_attribute,
 )
 
 
@@ -390,6 +401,24 @@ def test_a_launch_is_one_call_with_the_packed_block(cuda):
     struct.pack_into("<qq", buffer.block, 0, 7, 8)
     driver.launch(kernel.handle, (3, 2, 1), (128, 1, 1), 512, 0, buffer.address)
     assert cuda.calls[-1][-2] == (7, 8)
+
+
+def test_an_early_launch_says_so(cuda):
+    kernel = driver.load_kernel(COMPILED, 512, 0)
+    buffer = driver.ArgumentBuffer(16)
+    struct.pack_into("<qq", buffer.block, 0, 5, -6)
+    cuda.calls.clear()
+    driver.launch_early(kernel.handle, (3, 2, 1), (128, 4, 1), 512, 0xABCDEF0123, buffer.address)
+    ((name, _, config, function, block, extra),) = cuda.calls
+    assert (name, function, block, extra) == ("cuLaunchKernelEx", 0xF00, (5, -6), 0)
+    (attribute,) = config.pop("attrs")
+    assert (attribute.id, vars(attribute.value)) == (6, {"programmaticStreamSerializationAllowed": 1})
+    grid, shape = ("gridDim", (3, 2, 1)), ("blockDim", (128, 4, 1))
+    sizes = {name + axis: n for name, each in (grid, shape) for axis, n in zip("XYZ", each, strict=True)}
+    assert config == sizes | {"sharedMemBytes": 512, "hStream": 0xABCDEF0123, "numAttrs": 1}
+    cuda.failing["cuLaunchKernelEx"] = CUresult.CUDA_ERROR_INVALID_VALUE
+    with pytest.raises(DriverError, match="INVALID_VALUE"):
+        driver.launch_early(kernel.handle, (1, 1, 1), (1, 1, 1), 0, 0, buffer.address)
 
 
 def test_a_failed_launch_raises(cuda):

@@ -1,4 +1,4 @@
-"""The Hopper kernels for e4m3 inputs: problems, configs, source text and launch plans. Nothing runs here."""
+"""The Hopper kernels for 8-bit inputs: problems, configs, source text and launch plans. Nothing runs here."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from cuflash import driver, kernels, params
 from cuflash.arch import ARCHES
 from cuflash.arch.fp8_sm90 import FORWARD
 from cuflash.cli.compile import kernel_jobs
-from cuflash.cli.problems import add_problem_options
+from cuflash.cli.problems import add_problem_options, problem_from
 from cuflash.errors import UnsupportedError
 from cuflash.fp8_plan import Fp8Addresses, Fp8Call, make_plan
 from cuflash.fp8_sm90_config import MOST_TWO_LEVEL, Fp8Sm90Config
@@ -46,6 +46,9 @@ def table_config(problem: AttentionProblem) -> Fp8Sm90Config:
         ({"head_dim": 72}, "head_dim is 72 and head_dim_v 128; accepted are multiples of 16"),
         ({"head_dim_v": 40}, "head_dim_v 40; accepted are multiples of 16"),
         ({"input_dtype": None, "one_level": True}, "one_level is True; accepted is that with an input_dtype"),
+        ({"k_dtype": "float8_e4m3fn"}, "k_dtype is 'float8_e4m3fn'; accepted is None, or what input_dtype is not"),
+        ({"v_dtype": "float16"}, "v_dtype is 'float16'; accepted is None"),
+        ({"input_dtype": None, "v_dtype": "float8_e5m2"}, "v_dtype is 'float8_e5m2'; accepted is None"),
     ],
 )
 def test_a_problem_refuses_what_no_kernel_does(change: dict[str, Any], message: str) -> None:
@@ -53,13 +56,14 @@ def test_a_problem_refuses_what_no_kernel_does(change: dict[str, Any], message: 
         replace(PROBLEM, **change)
 
 
-@pytest.mark.parametrize("arch", [arch for arch in ARCHES if arch != "sm_90a"])
-def test_other_targets_have_no_kernels_yet(arch: str) -> None:
-    with pytest.raises(UnsupportedError, match=f"{arch} has no kernels for float8_e4m3fn inputs"):
-        kernels.select_config(replace(PROBLEM, arch=arch))
+@pytest.mark.parametrize("arch", ARCHES)
+def test_every_target_has_kernels(arch: str) -> None:
+    """Those that load by TMA on their target alone, whichever other a call may take."""
+    family = kernels.select_config(replace(PROBLEM, arch=arch)).family
+    assert family == ("forward_fp8_sm90" if arch == "sm_90a" else "forward_fp8_sm80")
 
 
-def test_the_kernels_of_a_device_are_those_of_the_target_that_has_some() -> None:
+def test_the_kernels_of_a_device_are_those_of_the_target_that_calls_take() -> None:
     def jobs(arch: str) -> list[str]:
         parser = argparse.ArgumentParser()
         add_problem_options(parser)
@@ -67,9 +71,14 @@ def test_the_kernels_of_a_device_are_those_of_the_target_that_has_some() -> None
         args.arch, args.all = [arch], False
         return [problem.arch for problem, _ in kernel_jobs(args)]
 
-    assert jobs("sm_90") == jobs("sm_90a") == ["sm_90a"]
-    with pytest.raises(UnsupportedError, match="sm_80 has no kernels"):
-        jobs("sm_80")
+    assert jobs("sm_90") == jobs("sm_90a") == [kernels.fp8_target("sm_90")] == ["sm_90a"]
+    assert jobs("sm_80") == [kernels.fp8_target("sm_80")] == ["sm_80"]
+
+
+def test_what_is_shipped_is_what_calls_take() -> None:
+    for arch in ARCHES:
+        shipped = {problem.arch for problem in kernels.shipped_problems(arch) if problem.input_dtype}
+        assert shipped == (set() if arch == "sm_90" else {arch})
 
 
 def test_few_queries_take_no_other_kernel() -> None:
@@ -170,7 +179,7 @@ def test_the_text_states_its_problem_and_config(d: int, dv: int, mask: Any) -> N
     problem = replace(PROBLEM, head_dim=d, head_dim_v=dv, mask=mask)
     config, source = table_config(problem), render(problem, table_config(problem))
     assert source.text.startswith(f"// {source.symbol}\n") and source.symbol.startswith("cuflash_fwd_fp8_sm90_")
-    assert "float8_e4m3fn to bfloat16" in source.text
+    assert "e4m3 * e4m3 * e4m3 to bfloat16" in source.text
     constants = dict(re.findall(r"constexpr (?:int|bool) (k\w+) = (\w+);", source.text))
     expected = {
         "kHeadDim": d, "kHeadDimV": dv, "kBlockM": config.block_m, "kBlockN": 128, "kStages": config.stages,
@@ -184,9 +193,40 @@ def test_the_text_states_its_problem_and_config(d: int, dv: int, mask: Any) -> N
     assert "k16.f32" not in source.text
 
 
+@pytest.mark.parametrize("arch", [arch for arch in ARCHES if arch != "sm_90a"])
+@pytest.mark.parametrize(
+    "change", [{"input_dtype": "float8_e5m2"}, {"k_dtype": "float8_e5m2"}, {"v_dtype": "float8_e5m2"}]
+)
+def test_other_targets_have_no_kernels_for_e5m2(arch: str, change: dict[str, Any]) -> None:
+    with pytest.raises(UnsupportedError, match=f"{arch} has no kernels for float8_e5m2 inputs"):
+        kernels.select_config(replace(PROBLEM, arch=arch, **change))
+
+
+@pytest.mark.parametrize("formats", list(product(("e4m3", "e5m2"), repeat=3)), ids="".join)
+def test_every_combination_of_formats_has_its_products(formats: tuple[str, str, str]) -> None:
+    problem = of_formats(formats)
+    assert problem.formats == formats
+    source = render(problem, table_config(problem))
+    products = re.findall(r"wgmma_(qk|pv)\(.*\n.*m64n128k32\.f32\.(\w+)\.(\w+) ", source.text)
+    assert products == [("qk", formats[0], formats[1]), ("pv", "e4m3", formats[2])]
+    plain = set(formats) == {"e4m3"}
+    assert ("".join(formats) in source.symbol) is not plain
+
+
+def of_formats(formats: tuple[str, str, str]) -> AttentionProblem:
+    q, k, v = ("float8_e4m3fn" if each == "e4m3" else "float8_e5m2" for each in formats)
+    return call_of(dtypes=(q, k, v), head_dim=128, head_dim_v=128).problem
+
+
 def test_the_command_that_reproduces_a_kernel_names_its_inputs() -> None:
     command = dump_command(replace(PROBLEM, one_level=True), table_config(replace(PROBLEM, one_level=True)))
     assert "--input-dtype float8_e4m3fn" in command and "--one-level" in command and "--config" not in command
+    problem = replace(of_formats(("e4m3", "e5m2", "e5m2")), mask="full")
+    parser = argparse.ArgumentParser()
+    add_problem_options(parser)
+    words = dump_command(problem, table_config(problem)).split()[2:]
+    at = words.index("--arch")
+    assert problem_from(parser.parse_args(words[:at] + words[at + 2 :]), "sm_90a") == problem
 
 
 def test_the_hand_overs_are_those_of_the_other_hopper_kernel() -> None:
@@ -224,6 +264,7 @@ def call_of(**changes: Any) -> Fp8Call:
     base = Fp8Call(
         batch, heads, heads_k, n, nk, d, dv, "bfloat16", nk - n, 0.125,
         (n * heads * d, heads * d, d), (nk * heads_k * d, heads_k * d, d), (n * heads * dv * 2, heads * dv * 2, dv * 2),
+        "sm_90a",
     )  # fmt: skip
     return base._replace(**changes)
 

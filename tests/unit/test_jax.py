@@ -109,8 +109,8 @@ def test_refusals() -> None:
         cuflash.attention(q[:1], k, v)
     with pytest.raises(TypeError, match="q has dtype uint16"):
         cuflash.attention(*(x.astype(jnp.uint16) for x in (q, k, v)))
-    with pytest.raises(cuflash.UnsupportedError, match="float8_e4m3fn"):
-        cuflash.attention(*(x.astype(jnp.float8_e4m3fn) for x in (q, k, v)))
+    with pytest.raises(cuflash.UnsupportedError, match="q has dtype float8_e4m3fnuz"):
+        cuflash.attention(*(x.astype(jnp.float8_e4m3fnuz) for x in (q, k, v)))
 
 
 def test_precision_fp8() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from itertools import product
 from typing import Any
 
@@ -41,8 +42,8 @@ def scales_of_tokens(x: cuflash.QuantizedTensor) -> np.ndarray:
 def expected_mean(rows: Floats) -> Floats:
     """Of the tokens of one head, scalar by scalar, in the order of the definition."""
     length, dim = rows.shape
-    count = min(length, 256)
-    tokens = [(2 * j + 1) * length // (2 * count) for j in range(count)]
+    step = max(math.ceil(length / 256), min(8, math.ceil(length / 128)))
+    tokens = range(step // 2, length, step)
     mean = np.zeros(dim, np.float32)
     for d in range(dim):
         sums, added = [np.float32(0)] * 32, 0
@@ -58,8 +59,8 @@ def expected_mean(rows: Floats) -> Floats:
     return mean
 
 
-def expected_rotation(rows: Floats, seed: int) -> Floats:
-    """Butterflies of one block after the other; a block's size is the largest power of two that is left."""
+def expected_rotation(rows: Floats, seed: int, of: float = 1) -> Floats:
+    """Butterflies of one block after the other; a block's size is the largest power of two that is left; in units."""
     dim = rows.shape[-1]
     x = np.where(cpu_quantize.signs(seed, dim), -rows, rows)
     first = 0
@@ -72,7 +73,7 @@ def expected_rotation(rows: Floats, seed: int) -> Floats:
                 other = first + ((c - first) ^ distance)
                 turned[..., c] = x[..., other] - x[..., c] if other < c else x[..., c] + x[..., other]
             x, distance = turned, 2 * distance
-        x[..., first : first + block] *= np.float32(block**-0.5)
+        x[..., first : first + block] *= np.float32(block**-0.5 / of)
         first += block
     return x
 
@@ -83,19 +84,22 @@ def expected(x: np.ndarray, form_name: str, *, center: bool, seed: int | None) -
     rows = x.astype(np.float32)
     with np.errstate(all="ignore"):
         mean = expected_mean(rows) if center else np.zeros(rows.shape[1], np.float32)
+        of = np.float32(1)
         if seed is not None:
-            rows, mean = expected_rotation(rows, seed), expected_rotation(mean, seed)
-        rows = rows - mean if center else rows
+            mean = expected_rotation(mean, seed)
+            of = np.float32(0.5 ** int(math.log(rows.shape[1], 4)))
+            rows = expected_rotation(rows, seed, float(of))
+        rows = rows - mean / of if center else rows
         scales, codes = [], np.zeros((len(rows), padded(rows.shape[1])), np.uint8)
         for first in range(0, len(rows), TILE):
             tile = rows[first : first + TILE]
             finite = np.abs(tile[np.isfinite(tile)])
             largest = finite.max() if len(finite) else np.float32(0)
-            scale = max(largest / np.float32(form.largest), np.float32(2.0**-126)) if largest > 0 else np.float32(1)
+            scale = max(largest / np.float32(form.largest), np.float32(2.0**-126) / of) if largest > 0 else 1 / of
             quotient = np.clip(tile / scale, -form.largest, form.largest)
             rounded = quotient.astype(getattr(ml_dtypes, form_name)).view(np.uint8)
             codes[first : first + TILE, : rows.shape[1]] = np.where(np.isfinite(tile), rounded, 0x7F)
-            scales.append(scale)
+            scales.append(scale * of)
     return codes, np.array(scales, np.float32), mean
 
 
@@ -220,7 +224,9 @@ def test_non_finite_values(bad: float) -> None:
         assert rest.sum() == 1
         assert np.isnan(result.dequantize()).sum() == 1
     centred = check(spoilt, role="k").mean[0, 0, 3]
-    np.testing.assert_allclose(centred, np.delete(x[0, :, 0, 3], 7).mean(), atol=1e-6)
+    sampled = x[0, cpu_quantize.sample(256), 0, 3]
+    assert sampled[3] == x[0, 7, 0, 3]
+    np.testing.assert_allclose(centred, np.delete(sampled, 3).mean(), atol=1e-6)
 
 
 def test_nothing_finite() -> None:
@@ -260,14 +266,17 @@ def test_means_beyond_float32() -> None:
 
 
 def test_the_sample() -> None:
-    """All tokens up to 256; beyond, the middles of 256 stretches."""
+    """All tokens up to 128; beyond, 64 to 256 at equal distances, as far from both ends, of long sequences one in 8."""
     assert cpu_quantize.sample(0).tolist() == []
-    for length in (1, 2, 255, 256):
+    for length in (1, 2, 127, 128):
         assert cpu_quantize.sample(length).tolist() == list(range(length))
-    for length in (257, 1000, 131072, 2**31 - 1024):
+    for length in (129, 255, 256, 257, 1000, 1023, 1024, 2047, 2048, 2049, 131072, 2**31 - 1024):
         tokens = cpu_quantize.sample(length)
-        assert len(tokens) == 256 and np.all(np.diff(tokens) >= 1) and tokens[-1] < length
-        np.testing.assert_array_equal(tokens, [(2 * j + 1) * length // 512 for j in range(256)])
+        distances = np.unique(np.diff(tokens))
+        assert 64 <= len(tokens) <= 256 and len(distances) == 1
+        step = distances[0]
+        assert step == 8 if 1024 <= length <= 2048 else step < 8 if length < 897 else step >= 8
+        assert tokens[0] == step // 2 and length - step <= tokens[-1] + step // 2 < length + step // 2
 
 
 def test_means_that_drift() -> None:

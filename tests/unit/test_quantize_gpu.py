@@ -51,8 +51,15 @@ def test_as_numpy(gpu: FakeGpu, options: dict[str, Any], layout: str) -> None:
         assert_same(gpu, mine, other)
     tasks = [launch.loaded.problem.task for launch in gpu.launches]
     assert tasks == (["quantize"] if options.get("center") is False else ["quantize_means", "quantize"])
+    assert [launch.early for launch in gpu.launches] == [False, True][: len(tasks)]
     assert gpu.launches[-1].grid == (12, 1, 1)  # 3 multiprocessors, 4 blocks on each; there are 40 tiles
     assert "CuPy arrays" in repr(found[0]) and found[0].device == 0
+
+
+def test_older_devices_do_not_overlap_launches(gpu: FakeGpu) -> None:
+    gpu.capability = (8, 6)
+    cuflash.quantize_qkv(*(gpu.array(x) for x in draw()))
+    assert [launch.early for launch in gpu.launches] == [False, False]
 
 
 @pytest.mark.parametrize("role", ["q", "k", "v"])

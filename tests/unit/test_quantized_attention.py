@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import ml_dtypes
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 import cuflash
 from cuflash import cpu
+from cuflash.fp8 import FORMATS
 from tests.oracle import DTYPES, oracle, randn
 from tests.readme import example
 
@@ -55,6 +57,14 @@ def test_options(causal: Any, options: dict[str, Any], layout: str) -> None:
     k = k + np.float32(3)
     arrays = [np.ascontiguousarray(by_head(x)) if layout == "bhsd" else x for x in (q, k, v)]
     assert_quantized_function(cuflash.quantize_qkv(*arrays, layout=layout, **options), layout=layout, causal=causal)
+
+
+def test_every_operand_has_a_format_of_its_own() -> None:
+    arrays = draw(8, (150, 200), (4, 2), (40, 24))
+    for forms in product(FORMATS, repeat=3):
+        assert_quantized_function(
+            [cuflash.quantize(x, role=role, dtype=form) for x, role, form in zip(arrays, "qkv", forms, strict=True)]  # type: ignore[arg-type]
+        )
 
 
 @given(
@@ -114,6 +124,9 @@ def test_precision_fp8(source: str) -> None:
     assert cuflash.attention(q, k, v, causal=True, scale=0.2, precision="fp8", out=given_out) is given_out
     assert (given_out == out).all()
     assert cuflash.attention(q, k, v, precision="fp8", out_dtype="float32").dtype == np.float32
+    for operands in ((q, k, v), quantized):
+        fast = cuflash.attention(*operands, causal=True, scale=0.2, precision="fp8-fast")
+        assert (fast == out).all()  # here it is the same function
 
 
 def test_rows_that_see_no_key() -> None:
@@ -214,13 +227,11 @@ def test_refused() -> None:
     q, k, v = draw(6, (20, 20))
     q8, k8, v8 = cuflash.quantize_qkv(q, k, v)
     rotated = cuflash.quantize(k, role="k", hadamard=True)
-    other = cuflash.quantize(k, role="k", dtype="float8_e5m2")
     turned = cuflash.quantize(by_head(k), role="k", layout="bhsd")
     for arguments, options, error, match in (
         ((q8, k, v8), {}, TypeError, "k is a ndarray and others are quantized"),
         ((q8, v8, k8), {}, ValueError, "k was quantized as 'v'; quantize it with role='k'"),
         ((q8, rotated, v8), {}, ValueError, "q is rotated with seed None and k with 0"),
-        ((q8, other, v8), {}, ValueError, "q has dtype 'float8_e4m3fn' and k has 'float8_e5m2'"),
         ((q8, turned, v8), {}, ValueError, "q has layout 'bshd' and k has 'bhsd'"),
         ((q8, k8, v8), {"layout": "bhsd"}, ValueError, "layout is 'bhsd'; the tensors were quantized in 'bshd'"),
         ((q8, k8, v8), {"out_dtype": "float64"}, ValueError, "out_dtype is 'float64'; accepted are 'float16'"),
@@ -233,7 +244,7 @@ def test_refused() -> None:
             "out has dtype float16 and the result float32",
         ),
         ((q8, k8, v8), {"out": np.empty((1, 2, 3, 4), np.float32)}, ValueError, "out has shape"),
-        ((q, k, v), {"precision": "fp16"}, ValueError, "precision is 'fp16'; accepted are None and 'fp8'"),
+        ((q, k, v), {"precision": "fp16"}, ValueError, "precision is 'fp16'; accepted are None, 'fp8', 'fp8-fast'"),
         ((q, k, v), {"out_dtype": "float16"}, TypeError, "out_dtype is for quantized operands"),
         ((q, k[:, :5], v), {"precision": "fp8"}, ValueError, "k and v differ"),
         (tuple(x.astype(np.float64) for x in (q, k, v)), {"precision": "fp8"}, cuflash.UnsupportedError, "float64"),

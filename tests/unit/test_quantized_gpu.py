@@ -5,14 +5,18 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections.abc import Iterator
+from itertools import product
 from typing import Any
+from unittest import mock
 
 import ml_dtypes
 import numpy as np
 import pytest
 
 import cuflash
-from cuflash import driver, jit, quantized_attention, quantized_plan
+from cuflash import driver, jit, kernels, quantized_attention, quantized_plan
+from cuflash.arch import fp8_sm80
+from cuflash.fp8 import FORMATS
 from tests.oracle import randn
 from tests.unit import fake_gpu
 from tests.unit.fake_gpu import FakeGpu
@@ -97,6 +101,55 @@ def test_shapes(gpu: FakeGpu, lengths: Any, dims: Any, heads: Any, causal: Any) 
     found = cuflash.attention(*map(gpu.array, arrays), causal=causal, scale=0.2, return_lse=True, precision="fp8")
     assert found[0].dtype == ml_dtypes.bfloat16 and found[0].flags.c_contiguous
     assert_close(gpu, found, expected)
+
+
+@pytest.mark.parametrize("forms", list(product(FORMATS, repeat=3)), ids=str)
+def test_formats(gpu: FakeGpu, forms: tuple[Any, Any, Any]) -> None:
+    """Any combination; also what the mean of K adds to the LSE depends on that of Q."""
+    arrays = draw(dims=(64, 64))
+    quantized = [
+        [cuflash.quantize(place(x), role=role, dtype=form) for x, role, form in zip(arrays, "qkv", forms, strict=True)]  # type: ignore[arg-type]
+        for place in (gpu.array, np.asarray)
+    ]
+    expected = cuflash.attention(*quantized[1], causal=True, return_lse=True, out_dtype="float32")
+    assert_close(gpu, cuflash.attention(*quantized[0], causal=True, return_lse=True), expected)
+    assert gpu.launches[-1].loaded.problem.formats == tuple(FORMATS[form].name[7:11] for form in forms)
+    explained = cuflash.explain(*quantized[0])
+    assert explained.kernel is not None
+    assert explained.kernel.problem == dataclasses.replace(gpu.launches[-1].loaded.problem, mask="full")
+
+
+@pytest.mark.parametrize(
+    ("capability", "arch"),
+    [
+        ((8, 0), "sm_80"),
+        ((8, 6), "sm_86"),
+        ((8, 9), "sm_89"),
+        ((10, 0), "sm_100"),
+        ((10, 3), "sm_100"),
+        ((12, 1), "sm_120"),
+    ],
+)
+@pytest.mark.parametrize("causal", CAUSAL)
+def test_other_gpus(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], arch: str, causal: Any) -> None:
+    """The same operands, the kernel of another family; results as on the CPU."""
+    gpu = fake_gpu.install(monkeypatch, capability=capability)
+    for layout, lengths, dims in (("bshd", (300, 170), (64, 48)), ("bhsd", (130, 300), (33, 70))):
+        arrays = draw(lengths, dims)
+        if layout == "bhsd":
+            arrays = [np.ascontiguousarray(x.swapaxes(1, 2)) for x in arrays]
+        options: dict[str, Any] = {"layout": layout, "causal": causal, "return_lse": True, "precision": "fp8"}
+        expected = cuflash.attention(*arrays, **options, out_dtype="float32")
+        assert_close(gpu, cuflash.attention(*map(gpu.array, arrays), **options), expected)
+        loaded = gpu.launches[-1].loaded
+        assert (loaded.problem.arch, loaded.config.family) == (arch, "forward_fp8_sm80")
+        explained = cuflash.explain(*map(gpu.array, arrays), **options)
+        assert explained.kernels[-1].problem == loaded.problem and explained.kernels[-1].grid == (
+            gpu.launches[-1].grid,
+        )
+        symbol = cuflash.warmup(*map(gpu.array, arrays), **options)[-1]
+        assert symbol.startswith("cuflash_fwd_fp8_sm80_") and symbol.endswith(loaded.config.label)
+    fake_gpu.remove(gpu)
 
 
 @pytest.mark.parametrize("scale", [0.0, -0.3, 1e-35])
@@ -288,36 +341,58 @@ def test_warmup(gpu: FakeGpu) -> None:
         cuflash.warmup(*arrays, precision="fp8", backward=True)
 
 
+def test_fast_calls_have_kernels_of_their_own(gpu: FakeGpu) -> None:
+    """Of arrays and of quantized tensors, with plans of their own; but not where there is one kernel for both."""
+    for dim_v, levels in ((64, [False, True]), (144, [False])):
+        arrays = draw(dims=(64, dim_v))
+        inputs = [gpu.array(x) for x in arrays]
+        quantized = cuflash.quantize_qkv(*inputs)
+        gpu.compiled.clear()
+        expected = cuflash.attention(*arrays, return_lse=True, precision="fp8", out_dtype="float32")
+        for operands in (inputs, quantized):
+            for precision in ("fp8", "fp8-fast", "fp8"):
+                gpu.launches.clear()
+                found = cuflash.attention(*operands, return_lse=True, precision=precision)
+                assert_close(gpu, found, expected)
+                wants = precision == "fp8-fast" and dim_v <= 128
+                assert gpu.launches[-1].loaded.problem.one_level is wants
+                explained = cuflash.explain(*operands, return_lse=True, precision=precision)
+                assert explained.kernel.problem == gpu.launches[-1].loaded.problem  # type: ignore[union-attr]
+                assert any("truncate" in note for note in explained.notes) is (precision == "fp8-fast" or dim_v > 128)
+                assert any("precision='fp8-fast'" in note for note in explained.notes) is wants
+        attending = [problem for problem in gpu.compiled if problem.task == "forward"]
+        assert [problem.one_level for problem in attending] == levels
+    ready = cuflash.warmup(*map(gpu.array, draw(dims=(32, 32))), precision="fp8-fast")
+    assert len(ready) == 3 and gpu.compiled[-1].one_level
+
+
 # --- refusals
 
 
-def test_other_gpus_are_refused_before_anything_is_done(gpu: FakeGpu) -> None:
+def test_gpus_without_kernels_are_refused_before_anything_is_done(gpu: FakeGpu) -> None:
     arrays = [gpu.array(x) for x in draw()]
     quantized = cuflash.quantize_qkv(*arrays)
     gpu.launches.clear()
-    for capability in ((8, 0), (8, 9), (10, 0), (12, 0)):
-        gpu.capability = capability
-        jit.forget_plans()
-        for operands, options in ((quantized, {}), (arrays, {"precision": "fp8"})):
-            message = rf"cuda:0 is a fake of compute capability {capability[0]}\.{capability[1]}; float8 attention"
-            for call in (cuflash.attention, cuflash.warmup):
-                with pytest.raises(cuflash.UnsupportedError, match=message):
-                    call(*operands, **options)
-            assert message[:20] in (cuflash.explain(*operands, **options).refused or "")
+    gpu.capability = (7, 5)
+    jit.forget_plans()
+    message = r"compute capability 7\.5; cuflash's kernels need 8\.0"
+    for operands, options in ((quantized, {}), (arrays, {"precision": "fp8"})):
+        for call in (cuflash.attention, cuflash.warmup):
+            with pytest.raises(cuflash.UnsupportedError, match=message):
+                call(*operands, **options)
+        assert "need 8.0" in (cuflash.explain(*operands, **options).refused or "")
     assert not gpu.launches
 
 
 def test_refused(gpu: FakeGpu) -> None:
     q, k, v = (gpu.array(x) for x in draw())
     q8, k8, v8 = cuflash.quantize_qkv(q, k, v)
-    wide = cuflash.quantize_qkv(q, k, v, dtype="float8_e5m2")
     rows = dataclasses.replace(v8, storage="rows")
     short_mean = dataclasses.replace(k8, mean=k8.mean[:, :1])
     odd = dataclasses.replace(q8, scales=gpu.at(q8.scales.data.ptr + 4, q8.scales.shape, np.float32))
     part = gpu.at(v8.payload.data.ptr + 64, (2, 130, 4, 48))
     gpu.launches.clear()
     for operands, options, error, match in (
-        (wide, {}, cuflash.UnsupportedError, "q has dtype float8_e5m2; the GPU kernels take float8_e4m3fn: quantize"),
         ((q8, k8, rows), {}, cuflash.UnsupportedError, r"v is stored as 'rows'; .* v.to_image\(\) makes it"),
         ((q8, short_mean, v8), {}, ValueError, r"k has a mean of shape \(2, 1, 64\)"),
         ((dataclasses.replace(q8, mean=gpu.array(np.zeros((2, 4, 64), np.float32))), k8, v8), {}, ValueError,
@@ -398,7 +473,7 @@ def test_explain_without_a_gpu() -> None:
     planned = cuflash.explain(*arrays, precision="fp8", arch="sm_90")
     assert [kernel.family for kernel in planned.kernels] == ["quantize_means", "quantize", "forward_fp8_sm90"]
     means, quantize, attend = planned.kernels
-    assert means.hbm_bytes == 2 * 256 * (256 + 250) * 2
+    assert means.hbm_bytes == 2 * 250 * (256 + 250) * 2  # every 12th of 3000 tokens
     tokens = 2 * (2 * 2000 + 3000) * (2 * 256 + 256) + 2 * 3000 * (2 * 250 + 256)
     assert quantize.hbm_bytes == tokens + 4 * (4 * 16 + 2 * 2 * 24)
     own = 4 * 2000 * (256 + 2 * 256)
@@ -414,11 +489,41 @@ def test_explain_without_a_gpu() -> None:
 
 
 @pytest.mark.parametrize(
+    ("arch", "family", "note", "rate"),
+    [
+        ("sm_80", "forward_fp8_sm80", "tiles become fp16 on chip", 1),
+        ("sm_86", "forward_fp8_sm80", "tiles become fp16 on chip", 1),
+        ("sm_89", "forward_fp8_sm80", "rounded to such codes", 2),
+        ("sm_90", "forward_fp8_sm90", "rounded to such codes", 2),
+        ("sm_90a", "forward_fp8_sm90", "rounded to such codes", 2),
+        ("sm_100", "forward_fp8_sm80", "tiles become fp16 on chip", 2),
+        ("sm_120", "forward_fp8_sm80", "rounded to such codes", 2),
+    ],
+)
+def test_explain_names_the_kernel_of_every_target(arch: str, family: str, note: str, rate: int) -> None:
+    planned = cuflash.explain(*draw(dtype="bfloat16"), precision="fp8", arch=arch)
+    assert planned.kernel is not None and planned.kernel.family == family
+    assert any(note in each for each in planned.notes) and planned.kernel.config.reason
+    assert not any("truncate" in each for each in planned.notes)
+    assert planned.device is not None and planned.device.float8 is (rate == 2)
+
+
+def test_explain_says_what_ptxas_does() -> None:
+    """Of a kernel on codes for a target that has no such instruction, which no table has."""
+    codes = fp8_sm80.forward_config
+    with (
+        kernels.use_family("forward_fp8_sm80"),
+        mock.patch.object(fp8_sm80, "forward_config", lambda p: codes(dataclasses.replace(p, arch="sm_89"))),
+    ):
+        planned = cuflash.explain(*draw(dtype="bfloat16"), precision="fp8", arch="sm_90")
+    assert any("no instruction of sm_90: ptxas converts" in note for note in planned.notes)
+
+
+@pytest.mark.parametrize(
     ("options", "rule", "match"),
     [
-        ({"arch": "sm_80"}, "UnsupportedError", "sm_80 is the target of GPUs of compute capability 8.0"),
         ({"backward": True}, "UnsupportedError", "no gradients"),
-        ({"precision": "fp4"}, "ValueError", "accepted are None and 'fp8'"),
+        ({"precision": "fp4"}, "ValueError", "accepted are None, 'fp8', 'fp8-fast'"),
         ({"precision": None, "out_dtype": "float16"}, "TypeError", "out_dtype is for quantized operands"),
         ({"causal": "left"}, "ValueError", "causal is 'left'"),
         ({"out_dtype": "float32", "arch": "sm_90"}, "ValueError", "out_dtype is 'float32'"),

@@ -48,7 +48,7 @@ HOPPER_NEIGHBOURS = [
     )
 ]
 FP8_NEIGHBOURS = [
-    replace(HOPPER, input_dtype="float8_e4m3fn", **change)
+    replace(HOPPER, **{"input_dtype": "float8_e4m3fn"} | change)
     for change in (
         {},
         {"head_dim": 64},
@@ -57,6 +57,9 @@ FP8_NEIGHBOURS = [
         {"mask": "full"},
         {"scale_first": True},
         {"one_level": True},
+        {"input_dtype": "float8_e5m2"},
+        {"k_dtype": "float8_e5m2"},
+        {"v_dtype": "float8_e5m2"},
     )
 ]
 

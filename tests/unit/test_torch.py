@@ -190,7 +190,8 @@ def test_other_tensors_are_refused(backend: FakeGpu | None) -> None:
         ((q, k, v.to_sparse()), TypeError, "v is a sparse or nested tensor"),
         (meta, cuflash.UnsupportedError, "q is on device meta"),
         ((q.to(torch.uint16), k, v), TypeError, r"q has dtype uint16.*q\.view\(torch\.bfloat16\)"),
-        ((q.to(torch.float8_e4m3fn), k, v), cuflash.UnsupportedError, "float8_e4m3fn, whose scales are not known"),
+        ((q.to(torch.float8_e4m3fn), k, v), TypeError, "k has dtype float16; accepted are q, k and v of float8_e4m3fn"),
+        ((q, k.to(torch.float8_e4m3fn), v), cuflash.UnsupportedError, "float8_e4m3fn, whose scales are not known"),
         ((flipped, flipped, flipped), cuflash.UnsupportedError, r"q is a lazily negated view; pass q\.resolve_neg\(\)"),
     ):
         with pytest.raises(error, match=words):
@@ -304,7 +305,7 @@ def test_bfloat16_of_any_producer() -> None:
     cuflash.attention(*producers, causal=True, out=Producer(target[:, :, :, 1]))
     assert torch.equal(target[:, :, :, 1], expected) and target[:, :, :, 0].isnan().all()
     with pytest.raises(TypeError, match=r"k: NumPy cannot view this .*Producer by DLPack"):
-        cuflash.attention(producers[0], Producer(k.to(torch.float8_e5m2)), producers[2])
+        cuflash.attention(producers[0], Producer(k.to(torch.float8_e8m0fnu)), producers[2])
 
 
 def test_memory_of_other_producers_is_kept_and_given_back() -> None:

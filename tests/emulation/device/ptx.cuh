@@ -14,6 +14,9 @@ DEVICE bool cta_sync_or(bool predicate) { return emulation::block_vote_any(predi
 DEVICE void warp_sync() { emulation::warp_barrier(); }
 DEVICE bool warp_any(bool predicate) { return emulation::vote_any(predicate); }
 
+DEVICE void grid_dependency_wait() {}   // kernels run one after the other
+DEVICE void grid_dependents_launch() {}
+
 // ---- asynchronous copies
 
 template <int kBytes, bool kZeroFill>
@@ -61,9 +64,13 @@ DEVICE void st_release_gpu(int* p, int value) { emulation::signal_global(p, valu
 DEVICE void ldmatrix_x4(u32 (&r)[4], u32 address) { emulation::load_matrix_x4(r, address, false); }
 DEVICE void ldmatrix_x4_trans(u32 (&r)[4], u32 address) { emulation::load_matrix_x4(r, address, true); }
 template <bool kBf16>
-DEVICE void mma_m16n8k16(float* d, const u32* a, u32 b0, u32 b1) { emulation::multiply_m16n8k16(d, a, b0, b1, kBf16, false); }
+constexpr emulation::Element kElement = kBf16 ? emulation::Element::bf16 : emulation::Element::fp16;
 template <bool kBf16>
-DEVICE void mma_m16n8k16_first(float* d, const u32* a, u32 b0, u32 b1) { emulation::multiply_m16n8k16(d, a, b0, b1, kBf16, true); }
+DEVICE void mma_m16n8k16(float* d, const u32* a, u32 b0, u32 b1) { emulation::multiply(d, a, b0, b1, kElement<kBf16>, false); }
+template <bool kBf16>
+DEVICE void mma_m16n8k16_first(float* d, const u32* a, u32 b0, u32 b1) { emulation::multiply(d, a, b0, b1, kElement<kBf16>, true); }
+DEVICE void mma_m16n8k32_e4m3(float* d, const u32* a, u32 b0, u32 b1) { emulation::multiply(d, a, b0, b1, emulation::Element::e4m3, false); }
+DEVICE void mma_m16n8k32_e4m3_first(float* d, const u32* a, u32 b0, u32 b1) { emulation::multiply(d, a, b0, b1, emulation::Element::e4m3, true); }
 template <bool kBf16>
 DEVICE u32 pack_pair(float low, float high) {
     return emulation::to_element(low, kBf16) | (u32)emulation::to_element(high, kBf16) << 16;
@@ -83,15 +90,37 @@ DEVICE u32 pack_float8x4(float a, float b, float c, float d) {
     return word;
 }
 
+DEVICE u32 unpack_e4m3x2(u32 codes) {
+    u32 pair = 0;
+    for (int i = 0; i < 2; i++) pair |= (u32)emulation::to_element(emulation::from_e4m3((uint8_t)(codes >> 8 * i)), false) << 16 * i;
+    return pair;
+}
+template <u32 kSelector>
+DEVICE u32 select_bytes(u32 x) {
+    u32 y = 0;
+    for (int i = 0; i < 4; i++) {
+        const u32 digit = kSelector >> 4 * i & 15;
+        if (digit < 4) y |= (x >> 8 * digit & 0xff) << 8 * i;
+    }
+    return y;
+}
+
 // ---- arithmetic; .ftz flushes subnormal inputs and results to zero of the same sign
 
 DEVICE float flush_subnormal(float x) { return fabsf(x) < __FLT_MIN__ ? copysignf(0.f, x) : x; }
 DEVICE float exp2_approx(float x) { return flush_subnormal(exp2f(flush_subnormal(x))); }
 DEVICE float log2_approx(float x) { return flush_subnormal(log2f(flush_subnormal(x))); }
 DEVICE float rcp_approx(float x) { return flush_subnormal(1.f / flush_subnormal(x)); }
+DEVICE u32 permute_bytes(u32 a, u32 b, u32 selector) {
+    const u64 both = a | (u64)b << 32;
+    u32 r = 0;
+    for (int i = 0; i < 4; i++) r |= (u32)(both >> 8 * (selector >> 4 * i & 7) & 0xff) << 8 * i;
+    return r;
+}
 DEVICE float max_f32(float a, float b) { return a == 0.f && b == 0.f ? a + b : fmaxf(a, b); }   // +0 is above -0; a NaN loses
 DEVICE float min_f32(float a, float b) { return a == 0.f && b == 0.f ? -(-a + -b) : fminf(a, b); }   // -0 is below +0; a NaN loses
 DEVICE float min_nan_f32(float a, float b) { return a != a || b != b ? a + b : fminf(a, b); }
+DEVICE float max_nan_f32(float a, float b) { return a != a || b != b ? a + b : fmaxf(a, b); }
 DEVICE float fma_f32(float a, float b, float c) { return fmaf(a, b, c); }
 DEVICE float mul_f32(float a, float b) {
     float product = a * b;

@@ -1,0 +1,263 @@
+"""The Ampere-style forward kernel for e4m3 inputs, executed on the CPU by instruction, on what the quantizer makes.
+
+Against float64 on the same codes. Its tensor cores truncate sums of 8-bit products, as far as that was measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+import cuflash
+from cuflash.arch import ARCHES
+from cuflash.arch.fp8_sm80 import FORWARD
+from cuflash.arch.tuning import Row
+from cuflash.fp8_sm80_config import Fp8Sm80Config
+from tests.emulation.build import compiler
+from tests.emulation.fp8 import Fp8Case, Run, assert_right, check, run
+from tests.emulation.launch import SABOTAGE, Timing
+from tests.mutation import Mutation
+
+pytestmark = pytest.mark.skipif(compiler() is None, reason="the CPU emulation needs g++")
+
+CAUSAL = (False, "bottom_right", "top_left")
+TARGETS = ("sm_89", "sm_80", "sm_100")
+"""Products of codes; tiles converted by integer arithmetic, and by an instruction."""
+CODES = Fp8Sm80Config(block_m=64, block_n=32, warps=4, q_registers=1, ctas=1, converted=False, two_level=True)
+CONVERTED = replace(CODES, converted=True, two_level=False)
+
+
+def row_name(row: Row[Fp8Sm80Config]) -> str:
+    return f"{row.arches[0]}-d{row.head_dim}-{row.config.label}"
+
+
+@pytest.mark.parametrize("index", range(len(FORWARD)), ids=[row_name(row) for row in FORWARD])
+def test_tuned_configs(index: int) -> None:
+    row = FORWARD[index]
+    d, config = row.head_dim, row.config
+    lengths = config.block_m + 17, 3 * config.block_n + 5
+    found = check(Fp8Case(lengths, (d, d), (3, 1), causal=CAUSAL[index % 3], arch=row.arches[0]))
+    assert found.config == config and "ldmatrix bank conflicts" not in found.report.counts
+    check(
+        Fp8Case(
+            lengths, (d - 48, d - 16), (3, 1), out_dtype="float16", causal=CAUSAL[(index + 1) % 3], arch=row.arches[0]
+        )
+    )
+
+
+@pytest.mark.parametrize("block_n", [32, 64, 128])
+@pytest.mark.parametrize("base", [CODES, CONVERTED], ids=["codes", "converted"])
+def test_key_tiles(base: Fp8Sm80Config, block_n: int) -> None:
+    """Parts of an image of V, which has its own swizzle; more stages; Q held in registers."""
+    for stages in (2, 3):
+        config = replace(base, block_n=block_n, stages=stages, q_registers=2 * stages - 4)
+        for keys in (1, 127, 129, 300):
+            check(Fp8Case((70, keys), (64, 80), causal="bottom_right", config=config))
+
+
+@pytest.mark.parametrize("arch", TARGETS)
+@pytest.mark.parametrize("dims", [(1, 1), (32, 32), (33, 70), (80, 80), (192, 128), (64, 256), (250, 16)], ids=str)
+def test_head_dims(arch: str, dims: tuple[int, int]) -> None:
+    check(Fp8Case((77, 150), dims, out_dtype="float16", causal="bottom_right", arch=arch))
+
+
+@pytest.mark.parametrize("causal", CAUSAL)
+@pytest.mark.parametrize("arch", TARGETS)
+def test_lengths_around_tile_edges(arch: str, causal: Any) -> None:
+    for lengths in ((1, 1), (63, 65), (64, 128), (65, 129), (128, 31), (129, 257), (200, 70)):
+        check(Fp8Case(lengths, (32, 32), causal=causal, arch=arch))
+
+
+@pytest.mark.parametrize("arch", TARGETS)
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"layout": "bhsd", "batch": 2},
+        {"heads": (6, 2), "batch": 2},
+        {"heads": (7, 7)},
+        {"options": {"hadamard": True}},
+        {"options": {"center": False}, "mean": 0.0},
+        {"scale": 0.0},
+        {"scale": -0.05},
+        {"scale": 0.4},
+    ],
+    ids=str,
+)
+def test_calls(arch: str, change: dict[str, Any]) -> None:
+    check(replace(Fp8Case((150, 270), (64, 48), causal="bottom_right", arch=arch), **change))
+
+
+@pytest.mark.parametrize("arch", TARGETS)
+def test_tiles_of_very_different_scales(arch: str) -> None:
+    """Scales of K and V follow their tiles, by factors of up to a million; very large and small ones."""
+    case = Fp8Case((70, 1024), (32, 32), (1, 1), causal="top_left", mean=0.0, arch=arch, options={"center": False})
+    q, k, v = case.values()
+    powers = np.exp2([0, -10, 10, 3, -20, 0, 7, -3]).repeat(128).astype(np.float32)[None, :, None, None]
+    operands = [(q, k, v * powers), (q, k * powers ** np.float32(0.1), v)]
+    operands += [(q * factor, k / factor, v * factor) for factor in (np.float32(1e30), np.float32(1e-30))]
+    for causal in (False, "bottom_right"):
+        changed = replace(case, causal=causal)
+        for arrays in operands:
+            quantized = case.quantized(list(arrays))
+            assert_right(changed, quantized, run(changed, quantized))
+
+
+@pytest.mark.parametrize("arch", TARGETS)
+def test_special_codes(arch: str) -> None:
+    """Every code but NaN, the subnormal ones among them, in every operand."""
+    rng = np.random.default_rng(0)
+    case = Fp8Case((128, 256), (64, 64), (1, 1), arch=arch, scale=1e-4)
+    finite = np.delete(np.arange(256, dtype=np.uint8), [0x7F, 0xFF])
+    arrays = []
+    for role, length in (("q", 128), ("k", 256), ("v", 256)):
+        codes = rng.permuted(np.resize(finite, (1, length, 1, 64)), axis=None)
+        x = cuflash.QuantizedTensor.from_float8(codes.view(float8()), 2.0**-8, role=role)  # type: ignore[arg-type]
+        arrays.append(x.to_image() if role == "v" else x)
+    quantized = tuple(arrays)
+    assert_right(case, quantized, run(case, quantized))
+    tiny = replace(case, scale=1e4)  # scores of subnormal codes alone
+    small = tuple(replace(x, payload=x.payload & np.uint8(0x87)) for x in quantized)
+    assert_right(tiny, small, run(tiny, small))
+
+
+def float8() -> Any:
+    import ml_dtypes
+
+    return ml_dtypes.float8_e4m3fn
+
+
+@pytest.mark.parametrize("arch", TARGETS)
+def test_non_finite_values_stay_with_the_rows_that_see_them(arch: str) -> None:
+    case = Fp8Case((300, 300), (32, 32), (2, 2), causal="bottom_right", arch=arch)
+    for which, bad in ((0, np.nan), (1, -np.inf), (2, np.nan)):
+        arrays = case.values()
+        arrays[which][0, 150, 1, 3] = bad
+        quantized = case.quantized(arrays)
+        found = run(case, quantized)
+        assert not found.report.faults
+        nan = np.isnan(found.out.view.astype(np.float32))
+        assert not nan[:, :, 0].any() and nan[0, 150, 1].any()
+        if which == 2:  # rows that share the tile of key 150, and do not see it, may be NaN or not
+            assert nan[:, 150:, 1, 3].all() and not nan[:, :128].any() and not np.delete(nan, 3, axis=3).any()
+        else:
+            expected = cuflash.attention(*quantized, causal=True, out_dtype="float32")
+            np.testing.assert_array_equal(nan, np.isnan(expected))
+
+
+@pytest.mark.parametrize("arch", TARGETS)
+def test_rows_that_see_no_key_are_zero_whatever_the_operands_hold(arch: str) -> None:
+    case = Fp8Case((300, 70), (32, 48), (2, 2), causal="bottom_right", arch=arch)
+    q, k, v = case.values()
+    q[:, 100] = v[:, 69] = np.nan
+    found = run(case, case.quantized([q, k, v]))
+    assert not found.report.faults
+    assert not found.out.view[:, :230].view(np.uint16).any() and np.isneginf(found.lse.view[:, :, :230]).all()
+
+
+def test_two_levels_keep_a_mean_of_v() -> None:
+    """In the model of truncating tensor cores: one level loses some of it, two levels, and fp16, do not."""
+
+    def bias(arch: str, change: Callable[[Fp8Sm80Config], Fp8Sm80Config] = lambda config: config) -> float:
+        case = Fp8Case(
+            (64, 4096), (16, 16), (1, 1), out_dtype="float16", mean=0.0, arch=arch, options={"center": False}
+        )
+        q, k, v = case.values()
+        quantized = case.quantized([q, k, v + np.float32(1)])
+        base = replace(CODES if ARCHES[arch].multiplies_float8 else CONVERTED, block_n=64)
+        found = run(replace(case, config=change(base)), quantized)
+        exact = cuflash.attention(*quantized, out_dtype="float32")
+        return float((found.out.view - exact).mean() / np.abs(exact).mean())
+
+    assert bias("sm_89", lambda config: replace(config, two_level=False)) < -0.02
+    assert abs(bias("sm_89")) < 3e-3 and abs(bias("sm_80")) < 1e-3
+
+
+# --- wrong kernels
+
+
+LONG = Fp8Case((200, 330), (64, 64), (4, 2), causal="bottom_right")
+
+
+@pytest.mark.parametrize("arch", ["sm_89", "sm_80"])
+@pytest.mark.parametrize("ignore", SABOTAGE)
+def test_a_synchronisation_that_does_nothing_is_seen(ignore: str, arch: str) -> None:
+    case = replace(LONG, arch=arch)
+    faults = [run(case, case.quantized(), Timing(late, ignore=ignore)).report.faults for late in (False, True)]
+    assert any("shared race" in each for each in faults)
+
+
+HEADER = "device/products_fp8.cuh"
+MUTATIONS = {
+    "no wait": ("", "cp_async_wait<kStages - 2>();", ""),
+    "no barrier": ("", "cp_async_wait<kStages - 2>();\n        cta_sync();", "cp_async_wait<kStages - 2>();"),
+    "another swizzle of the image": (HEADER, "^ (row & 7)) << 4)", "^ (row & 3)) << 4)"),
+    "the other keys of an image": (HEADER, "first_key / 16 + unit", "unit"),
+    "P in another order": (HEADER, "e / 2 * 8 + e % 2 * 2", "e / 2 * 8 + e % 2 * 4"),
+    "a scale of the first tile": ("", "kv_head * p.k_tiles + n0 / kTile)", "kv_head * p.k_tiles)"),
+    "a scale of the first queries": ("", "p.q_tiles + m0 / kTile", "p.q_tiles"),
+    "units forgotten": ("", "unit * rcp_approx(v_scale)", "1.f"),
+    "the last unit forgotten": ("", "(unit / Product::kUnit)", "(1.f / Product::kUnit)"),
+    "the mean forgotten": ("", "mean.value[j % 2]", "0.f"),
+    "the shift forgotten": ("", "shifted ? lse[r] +", "shifted ? lse[r] + 0.f *"),
+    "every head its own mean": ("", "(const float*)p.v_mean + (i64)kv_head * kHeadDimV", "(const float*)p.v_mean"),
+    "output not corrected": (
+        HEADER,
+        "fma_f32(o[w][8 * n + e], carry[w][e / 2 % 2], c[w][e])",
+        "o[w][8 * n + e] + c[w][e]",
+    ),
+    "carry of the other row": (HEADER, "carry[w][e / 2 % 2], c", "carry[w][0], c"),
+    "a mask that is not applied": ("", "if (kMasked) apply_mask(s, n0);", ""),
+}
+CONVERTING = {
+    "no barrier behind the conversion": ("", "v_loader);\n            cta_sync();", "v_loader);"),
+    "signs lost": (HEADER, " | (codes & 0x80008000)", ""),
+    "half an exponent": (HEADER, "codes >> 1 & 0x3f803f80", "codes >> 1 & 0x1f801f80"),
+    "the unit of K forgotten": ("", "k_scale / Product::kUnit", "k_scale"),
+    "P in another order": (HEADER, "e / 2 * 4 + e % 2 * 2", "e / 2 * 2 + e % 2 * 4"),
+    "output not corrected": (HEADER, "* carry[w][e / 2]", ""),
+    "rows beyond the end": (HEADER, "row < rows_left && ", ""),
+}
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_a_wrong_kernel_is_seen(name: str) -> None:
+    assert_seen(Mutation(*MUTATIONS[name]), LONG)
+
+
+@pytest.mark.parametrize("name", CONVERTING)
+def test_a_wrong_conversion_is_seen(name: str) -> None:
+    assert_seen(Mutation(*CONVERTING[name]), replace(LONG, arch="sm_80"))
+
+
+def assert_seen(mutation: Mutation, case: Fp8Case) -> None:
+    """By a fault of the machine or by wrong numbers, in at least one of two timings; values grow from tile to tile."""
+    arrays = case.values()
+    rising = np.geomspace(0.1, 30, case.lengths[1])[None, :, None, None].astype(np.float32)
+    arrays[2] *= rising
+    quantized = case.quantized(arrays)
+
+    def right(found: Run) -> bool:
+        try:
+            assert_right(case, quantized, found)
+        except AssertionError:
+            return False
+        return True
+
+    timings = (Timing(False, 1), Timing(True, 2))
+    assert all(right(run(case, quantized, timing)) for timing in timings), "the kernel as it is"
+    found = [run(case, quantized, timing, mutation) for timing in timings]
+    assert not all(map(right, found))
+
+
+def test_a_conversion_of_nan_to_a_number_is_seen() -> None:
+    case = replace(LONG, arch="sm_80")
+    arrays = case.values()
+    arrays[1][0, 20] = np.nan
+    quantized = case.quantized(arrays)
+    wrong = Mutation(HEADER, " | ((magnitudes + 0x00800080) & 0x40004000)", "")
+    right, found = (run(case, quantized, mutation=mutation) for mutation in (None, wrong))
+    assert np.isnan(right.lse.view).any() and not np.isnan(found.lse.view).any()
