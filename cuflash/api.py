@@ -46,8 +46,8 @@ def attention(
         `cuflash.QuantizedTensor`, whose layout is the call's; all of one kind, dtype and device. float16 or bfloat16,
         on the CPU also float32 and float64. D and Dv from 1 to 256; any strides, none copied; any extent but D and Dv
         may be 0. Hq is a multiple of Hk: query head h uses key/value head h // (Hq / Hk). Or codes: float8_e4m3fn and
-        float8_e5m2 (torch's dtypes, or those of ml_dtypes) in any combination, on Hopper GPUs and on the CPU, without
-        gradients; any strides, V and what TMA cannot take of Q and K by a copy that `explain` counts.
+        float8_e5m2 (torch's dtypes, or those of ml_dtypes) in any combination (float8_e5m2 not on all GPUs),
+        without gradients; any strides, V and what TMA cannot take of Q and K by a copy that `explain` counts.
     causal : False, True, "bottom_right" or "top_left"
         True and "bottom_right": query i sees keys j <= i + Nk - Nq. "top_left": j <= i.
     scale : float, optional
@@ -69,8 +69,8 @@ def attention(
     q_scale, k_scale, v_scale : float or float32 array, optional
         With codes: the factors that give the real values back, 1 unless given. A number or an array without axes for
         all of an operand, (B, H) for each of its heads, or (B, H, ceil(N / 128)) for each tile of 128 tokens; Hk of K
-        and V. Arrays are of the operands' kind and on their device. Factors are positive and normal in float32; others
-        are refused, but on a GPU, where nobody looks at arrays, they give NaN.
+        and V. Arrays are of the operands' kind and on their device. Factors are from 2^-126 to 2^119; others are
+        refused, but on a GPU, where nobody looks at arrays, they give NaN.
 
     Returns
     -------

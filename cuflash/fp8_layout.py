@@ -14,13 +14,20 @@ holds its probabilities after the first product. Tokens behind the last one are 
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
 
-__all__ = ["IMAGE", "PAD", "ROWS", "TILE", "by_head", "image_shape", "pack_image", "padded", "tiles", "unpack_image"]
+__all__ = [
+    "IMAGE", "PAD", "ROLES", "ROWS", "TILE", "Role", "by_head", "image_shape", "pack_image", "padded", "tiles",
+    "unpack_image",
+]  # fmt: skip
 
 Array: TypeAlias = "np.ndarray[Any, Any]"
+
+Role = Literal["q", "k", "v"]
+"""Of an operand in attention."""
+ROLES: tuple[Role, ...] = get_args(Role)
 
 TILE = 128
 """Tokens that share a scale."""

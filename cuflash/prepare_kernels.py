@@ -7,14 +7,13 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from .config import StreamConfig
-from .fp8_layout import TILE, padded
+from .fp8_layout import ROLES, TILE, padded
 from .kernels import SHIPPED_HEAD_DIMS, KernelFamily
 from .params import F32, FAST_DIV, I32, I64, POINTER, Field, ParameterBlock, stride_fields
 from .problem import AttentionProblem, Dtype
 
 __all__ = ["FAMILIES", "PREPARE", "PrepareConfig", "prepare_problem", "shipped_problems"]
 
-ROLES = ("q", "k", "v")
 DTYPE: Dtype = "bfloat16"
 """A problem has one; this kernel moves codes and asks for none."""
 

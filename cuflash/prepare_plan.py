@@ -15,9 +15,9 @@ from . import jit
 from .arrays import ITEM_BYTES
 from .errors import UnsupportedError
 from .float8_arrays import Float8Arrays
-from .fp8_layout import TILE, padded, tiles
+from .fp8_layout import ROLES, TILE, padded, tiles
 from .params import fast_div
-from .prepare_kernels import PREPARE, ROLES
+from .prepare_kernels import PREPARE
 from .problem import AttentionProblem
 from .quantize_plan import MAX_WORK, Launch, QuantizePlan
 from .request import AXES, contiguous_strides

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+import numbers
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Literal, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from .arrays import CPU, Kind, kind_of
+from .checks import check_factor, check_layout
 from .errors import UnsupportedError
 from .fp8 import Float8, format_of
-from .fp8_layout import IMAGE, ROWS, TILE, by_head, image_shape, pack_image, padded, tiles
+from .fp8_layout import IMAGE, ROLES, ROWS, TILE, Role, by_head, image_shape, pack_image, padded, tiles
 from .request import AXES
 
 __all__ = ["QuantizedTensor", "Role"]
 
 Array: TypeAlias = "np.ndarray[Any, Any]"
-Role = Literal["q", "k", "v"]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -87,6 +88,11 @@ class QuantizedTensor:
         """
         kind = _kind("x", x)
         form = format_of(x.dtype)
+        if role not in ROLES:
+            raise ValueError(f"role is {role!r}; accepted are 'q', 'k' and 'v'")
+        check_layout(layout)
+        if len(x.shape) != 4:
+            raise ValueError(f"x has shape {tuple(x.shape)}; accepted are four axes, those of the layout")
         batch, seq, heads, dim = (x.shape[axis] for axis in AXES[layout])
         if dim % 16 or not _is_contiguous(x):
             raise ValueError(
@@ -95,9 +101,9 @@ class QuantizedTensor:
             )
         payload = x.view(_uint8(x))
         shape = (batch, heads, tiles(seq))
-        if isinstance(scale, int | float):
+        if isinstance(scale, numbers.Real):
             scales, _ = kind.empty(payload, shape, "float32")
-            scales[...] = scale
+            scales[...] = check_factor("scale", scale)
         elif tuple(scale.shape) == shape and str(scale.dtype).endswith("float32") and _is_contiguous(scale):
             scales = scale
         else:

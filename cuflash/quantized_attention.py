@@ -18,10 +18,10 @@ from .checks import (
 from .dequantized import Dequantized
 from .errors import UnsupportedError
 from .fp8 import E4M3
-from .fp8_layout import IMAGE, ROWS, by_head
+from .fp8_layout import IMAGE, ROWS, Role, by_head
 from .jit import QUANTIZED_PLANS, QUANTIZING_PLANS
 from .quantization import adopt, quantize_qkv
-from .quantized import QuantizedTensor, Role
+from .quantized import QuantizedTensor
 from .request import Causal
 
 if TYPE_CHECKING:
