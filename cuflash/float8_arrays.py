@@ -122,7 +122,7 @@ def check_arrays(arrays: Mapping[str, Any], scales: Mapping[str, Any], layout: s
             )
     check_shapes(operands["q"], operands["k"], operands["v"], layout)
     given = Float8Arrays(operands, {}, layout)
-    checked = {role: _check_scale(f"{role}_scale", scales[role], given, role) for role in ROLES}
+    checked: dict[str, Scale] = {role: _check_scale(f"{role}_scale", scales[role], given, role) for role in ROLES}
     return Float8Arrays(operands, checked, layout)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Hashable, Mapping
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 from . import jit, kernels, quantize_plan
-from .arrays import Operand
+from .arrays import CPU, Operand
 from .checks import MAX_LENGTH, check_placed
 from .config import round_up
 from .errors import UnsupportedError
@@ -32,9 +32,11 @@ if TYPE_CHECKING:
 __all__ = [
     "QuantizedPlan",
     "QuantizingPlan",
+    "check_foreseen_gpu",
     "check_formats",
     "check_quantized_gpu",
     "fp8_call",
+    "is_staged",
     "make_plan",
     "plan_for",
     "shift_launch",
@@ -52,14 +54,14 @@ Addresses: TypeAlias = tuple[int, int, int]
 
 
 def check_quantized_gpu(call: QuantizedCall) -> None:
-    """Refuse what no GPU kernel takes.
+    """Refuse quantized tensors that no GPU kernel takes; of those in host memory, wherever they lie there.
 
     Raises
     ------
     ValueError, UnsupportedError
     """
     for name, x in (("q", call.q), ("k", call.k), ("v", call.v)):
-        if any(address % TMA_BYTES for address in x.addresses):
+        if x.device != CPU and any(address % TMA_BYTES for address in x.addresses):
             raise ValueError(
                 f"{name} has arrays at {', '.join(map(hex, x.addresses))}; on the GPU these must be multiples of "
                 f"{TMA_BYTES}: copy them"
@@ -71,6 +73,16 @@ def check_quantized_gpu(call: QuantizedCall) -> None:
             "makes; v.to_image() makes it of rows, once"
         )
     check_sizes(call)
+
+
+def check_foreseen_gpu(foreseen: Foreseen) -> None:
+    """Refuse what no GPU kernel takes, of the tensors of a call or of the arrays that it would begin with."""
+    call, sources = foreseen
+    if sources is None:
+        check_quantized_gpu(call)
+    else:
+        check_placed(sources.operands.values())
+        check_sizes(call)
 
 
 def check_formats(call: QuantizedCall, arch: str) -> None:
@@ -154,7 +166,7 @@ class QuantizedPlan:
         self._out_shape = call.out_shape
         self._lse_shape = call.lse_shape if call.return_lse else None
         self._dim = call.v.head_dim
-        self._staged_shape = _padded_shape(call) if attend is not None and _is_staged(call) else None
+        self._staged_shape = _padded_shape(call) if attend is not None and is_staged(call) else None
         self._span = (0, 0) if call.out is None else span(call.kind.operand("out", call.out))
 
     def run(self, q: QuantizedTensor, k: QuantizedTensor, v: QuantizedTensor, out: Any, out_at: int) -> Any:
@@ -288,8 +300,7 @@ def quantizing_plan_for(foreseen: Foreseen, key: Hashable | None) -> QuantizingP
     """The same of a call of arrays, which are quantized or prepared on the way."""
     call, sources = foreseen
     assert sources is not None
-    check_placed(sources.operands.values())
-    check_sizes(call)
+    check_foreseen_gpu(foreseen)
     inputs = {} if isinstance(sources, quantize_plan.Sources) else sources.operands
     plan = QuantizingPlan(make_plan_of_sources(sources), make_plan(call), workspace_of(foreseen), inputs)
     if key is not None:
@@ -391,7 +402,7 @@ def _padded_shape(call: QuantizedCall) -> tuple[int, ...]:
     return (*call.out_shape[:3], padded(call.v.head_dim))
 
 
-def _is_staged(call: QuantizedCall) -> bool:
+def is_staged(call: QuantizedCall) -> bool:
     """Whether the kernel cannot write where the result shall be: into rows of whole 16 columns, by TMA."""
     if call.v.head_dim != padded(call.v.head_dim):
         return True
@@ -407,7 +418,7 @@ def _written_strides(call: QuantizedCall) -> tuple[int, int, int]:
     """Of what the kernel writes, in bytes along (batch, seq, heads); of an axis of one element any that is legal."""
     shape = _padded_shape(call)
     strides = contiguous_strides(shape, OUT_BYTES)
-    if call.out is not None and not _is_staged(call):
+    if call.out is not None and not is_staged(call):
         given = call.kind.operand("out", call.out).strides
         strides = tuple(own if extent > 1 else new for own, new, extent in zip(given, strides, shape, strict=True))
     batch, seq, heads, _ = AXES[call.layout]

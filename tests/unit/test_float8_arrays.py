@@ -559,6 +559,16 @@ def test_other_gpus(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]
     fake_gpu.remove(gpu)
 
 
+def test_what_is_too_long_is_refused_by_all(gpu: FakeGpu) -> None:
+    gpu.execute = False
+    operands = [gpu.at(0x1000, (1, n, 1, 16), ml_dtypes.float8_e4m3fn) for n in (2**31 - 1024, 300, 300)]
+    for call in (cuflash.attention, cuflash.warmup):
+        with pytest.raises(cuflash.UnsupportedError, match="q has sequence length"):
+            call(*operands)
+    assert "q has sequence length" in (cuflash.explain(*operands).refused or "")
+    assert not gpu.compiled
+
+
 def test_rows_that_are_very_far_apart_are_copied(gpu: FakeGpu) -> None:
     """Kernels without TMA have 32 bits for offsets in a tile."""
     gpu.execute = False
