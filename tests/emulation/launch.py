@@ -47,6 +47,7 @@ class Launch(ctypes.Structure):
         ("seed", ctypes.c_uint),
         ("copies_land_late", ctypes.c_int),
         *((name, ctypes.c_int) for name in SABOTAGE),
+        ("early", ctypes.c_int),
     )
 
 

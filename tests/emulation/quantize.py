@@ -118,6 +118,7 @@ def run(
             timing.seed,
             timing.late,
             **{timing.ignore: 1} if timing.ignore else {},
+            early=launch.early,
         )
         emulator.run(arguments, tensors, report)
     return report
