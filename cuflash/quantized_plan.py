@@ -6,6 +6,7 @@ from collections.abc import Hashable, Mapping
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 from . import jit, kernels, quantize_plan
+from .arch import ARCHES
 from .arrays import CPU, Operand
 from .checks import MAX_LENGTH, check_placed
 from .config import round_up
@@ -349,6 +350,7 @@ def fp8_call(call: QuantizedCall, arch: str) -> Fp8Call:
     """The call as the kernel's plan takes it, on a device that ``arch`` names."""
     (batch, seq_q, heads, dim), (_, seq_k, heads_k, _) = call.q.sizes, call.k.sizes
     bottom_right = seq_k - seq_q if call.causal == "bottom_right" else 0
+    target = kernels.fp8_target(arch)
     return Fp8Call(
         batch=batch,
         heads=heads,
@@ -363,10 +365,16 @@ def fp8_call(call: QuantizedCall, arch: str) -> Fp8Call:
         q_strides=call.strides[0] or _payload_strides(call.q),
         k_strides=call.strides[1] or _payload_strides(call.k),
         out_strides=_written_strides(call),
-        arch=kernels.fp8_target(arch),
-        one_level=call.fast and padded(call.v.head_dim) <= MOST_TWO_LEVEL,  # beyond, there is one kernel for both
+        arch=target,
+        one_level=call.fast and _has_two_ways(target, padded(call.v.head_dim)),
         dtypes=(call.q.dtype, call.k.dtype, call.v.dtype),
     )
+
+
+def _has_two_ways(target: str, head_dim_v: int) -> bool:
+    """Whether a target has a kernel for either way to sum the output; else one serves both precisions."""
+    multiplies_codes = target in kernels.TMA_TARGETS.values() or ARCHES[target].multiplies_float8
+    return multiplies_codes and head_dim_v <= MOST_TWO_LEVEL
 
 
 def shift_launch(call: QuantizedCall, loaded: LoadedKernel) -> Launch:

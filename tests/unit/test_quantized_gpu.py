@@ -366,6 +366,17 @@ def test_fast_calls_have_kernels_of_their_own(gpu: FakeGpu) -> None:
     assert len(ready) == 3 and gpu.compiled[-1].one_level
 
 
+@pytest.mark.parametrize(("capability", "dim_v", "kernels"), [((8, 0), 64, 1), ((8, 9), 64, 2), ((8, 9), 144, 1)])
+def test_fast_calls_compile_nothing_where_they_make_no_difference(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], dim_v: int, kernels: int
+) -> None:
+    gpu = fake_gpu.install(monkeypatch, capability=capability)
+    for precision in ("fp8", "fp8-fast"):
+        cuflash.warmup(*map(gpu.array, draw(dims=(64, dim_v))), precision=precision)
+    assert len([problem for problem in gpu.compiled if problem.task == "forward"]) == kernels
+    fake_gpu.remove(gpu)
+
+
 # --- refusals
 
 
