@@ -12,12 +12,12 @@ from .checks import MAX_LENGTH, check_placed
 from .config import round_up
 from .errors import UnsupportedError
 from .fp8 import E4M3, E5M2
-from .fp8_layout import IMAGE, TILE, padded, tiles
-from .fp8_plan import Fp8Addresses, Fp8Call, Fp8Plan, Fp8Sm80Plan
+from .fp8_layout import IMAGE, TILE, padded, row_strides, tiles
+from .fp8_plan import OUT_BYTES, Fp8Addresses, Fp8Call, Fp8Plan, Fp8Sm80Plan
 from .fp8_plan import make_plan as plan_attention
 from .fp8_sm90_config import MOST_TWO_LEVEL
 from .jit import span
-from .params import fast_div
+from .params import fast_div, stride_values
 from .problem import Dtype
 from .quantize_kernels import LSE_SHIFT, lse_problem
 from .quantize_plan import Launch, QuantizePlan
@@ -43,7 +43,6 @@ __all__ = [
     "shift_launch",
 ]
 
-OUT_BYTES = 2
 ALIGNMENT = 256
 """Of the parts of a workspace."""
 
@@ -362,8 +361,8 @@ def fp8_call(call: QuantizedCall, arch: str) -> Fp8Call:
         out_dtype=cast(Dtype, call.out_dtype),
         causal_offset=bottom_right if call.causal else None,
         scale=call.scale,
-        q_strides=call.strides[0] or _payload_strides(call.q),
-        k_strides=call.strides[1] or _payload_strides(call.k),
+        q_strides=call.strides[0] or row_strides(call.q.shape, call.layout),
+        k_strides=call.strides[1] or row_strides(call.k.shape, call.layout),
         out_strides=_written_strides(call),
         arch=target,
         one_level=call.fast and _has_two_ways(target, padded(call.v.head_dim)),
@@ -380,10 +379,9 @@ def _has_two_ways(target: str, head_dim_v: int) -> bool:
 def shift_launch(call: QuantizedCall, loaded: LoadedKernel) -> Launch:
     """The launch that finds what the mean of K adds to the LSE."""
     (batch, seq, heads, _), (_, _, heads_k, _) = call.q.sizes, call.k.sizes
-    strides = zip(("batch", "seq", "head"), _payload_strides(call.q), strict=True)
     tail = LSE_SHIFT.pack_tail(
         {
-            **{f"q_{axis}_stride": stride for axis, stride in strides},
+            **stride_values("q", row_strides(call.q.shape, call.layout)),
             "tiles": fast_div(tiles(seq)),
             "heads": fast_div(heads),
             "group": fast_div(heads // heads_k),
@@ -397,13 +395,6 @@ def shift_launch(call: QuantizedCall, loaded: LoadedKernel) -> Launch:
 
 
 # --- strides ---------------------------------------------------------------------------------------------------
-
-
-def _payload_strides(x: QuantizedTensor) -> tuple[int, int, int]:
-    """In bytes along (batch, seq, heads)."""
-    strides = contiguous_strides((*x.shape[:3], padded(x.shape[3])), 1)
-    batch, seq, heads, _ = AXES[x.layout]
-    return strides[batch], strides[seq], strides[heads]
 
 
 def _padded_shape(call: QuantizedCall) -> tuple[int, ...]:
