@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numbers
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, TypeAlias
@@ -102,8 +103,10 @@ class QuantizedTensor:
         payload = x.view(_uint8(x))
         shape = (batch, heads, tiles(seq))
         if isinstance(scale, numbers.Real):
-            scales, _ = kind.empty(payload, shape, "float32")
-            scales[...] = check_factor("scale", scale)
+            factor = check_factor("scale", scale)
+            with _on_device(kind, kind.operand("x", x).device):
+                scales, _ = kind.empty(payload, shape, "float32")
+                scales[...] = factor
         elif tuple(scale.shape) == shape and str(scale.dtype).endswith("float32") and _is_contiguous(scale):
             scales = scale
         else:
@@ -192,9 +195,10 @@ class QuantizedTensor:
             return self
         batch, seq, heads, dim = self.sizes
         order = np.argsort(_image_order(padded(dim)))
-        codes = self.payload[..., order].reshape(batch, heads, tiles(seq) * TILE, padded(dim))[:, :, :seq]
-        rows, _ = self.kind.empty(self.payload, (*self.shape[:3], padded(dim)), "uint8")
-        rows[...] = codes.swapaxes(1, 2) if self.layout == "bshd" else codes
+        with _on_device(self.kind, self.device):
+            rows, _ = self.kind.empty(self.payload, (*self.shape[:3], padded(dim)), "uint8")
+            codes = self.payload[..., order].reshape(batch, heads, tiles(seq) * TILE, padded(dim))[:, :, :seq]
+            rows[...] = codes.swapaxes(1, 2) if self.layout == "bshd" else codes
         return replace(self, payload=rows, storage=ROWS)
 
     def to_image(self) -> QuantizedTensor:
@@ -204,11 +208,12 @@ class QuantizedTensor:
         if self.role != "v":
             raise ValueError(f"the role is {self.role!r}; only V is stored as {IMAGE!r}")
         batch, seq, heads, dim = self.sizes
-        codes, _ = self.kind.empty(self.payload, (batch, heads, tiles(seq) * TILE, padded(dim)), "uint8")
-        codes[:, :, :seq] = self.payload.swapaxes(1, 2) if self.layout == "bshd" else self.payload
-        codes[:, :, seq:] = 0
-        images, _ = self.kind.empty(self.payload, image_shape(batch, heads, seq, dim), "uint8")
-        images[...] = codes.reshape(images.shape)[..., _image_order(padded(dim))]
+        with _on_device(self.kind, self.device):
+            codes, _ = self.kind.empty(self.payload, (batch, heads, tiles(seq) * TILE, padded(dim)), "uint8")
+            codes[:, :, :seq] = self.payload.swapaxes(1, 2) if self.layout == "bshd" else self.payload
+            codes[:, :, seq:] = 0
+            images, _ = self.kind.empty(self.payload, image_shape(batch, heads, seq, dim), "uint8")
+            images[...] = codes.reshape(images.shape)[..., _image_order(padded(dim))]
         return replace(self, payload=images, storage=IMAGE)
 
     def to_host(self) -> QuantizedTensor:
@@ -255,6 +260,11 @@ def _kind(name: str, x: Any) -> Kind:
     if kind is None:
         raise TypeError(f"{name} is a {type(x).__qualname__}; accepted are CuPy and NumPy arrays and torch tensors")
     return kind
+
+
+def _on_device(kind: Kind, device: int) -> AbstractContextManager[Any]:
+    """Make a device current, if it is one: CuPy allocates and computes there."""
+    return nullcontext() if device == CPU else kind.on_device(device)
 
 
 def _is_contiguous(x: Any) -> bool:
