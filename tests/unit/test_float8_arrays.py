@@ -311,6 +311,17 @@ def test_scales_of_any_strides(gpu: FakeGpu) -> None:
     both(gpu, arrays, [scales[0], scales[1][:, ::-1], np.broadcast_to(scales[2][:1], (2, 2))])
 
 
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_the_lse_makes_no_difference_to_the_result(gpu: FakeGpu, on_gpu: bool) -> None:
+    """Scales count once, with it and without."""
+    arrays = draw()
+    place, host = (gpu.array, gpu.host) if on_gpu else (lambda x: x, lambda x: x)
+    scales = named(scales_of(arrays, (3, "number", 0)), place)
+    with_lse, _ = cuflash.attention(*map(place, arrays), return_lse=True, **scales)
+    alone = cuflash.attention(*map(place, arrays), **scales)
+    np.testing.assert_array_equal(host(alone), host(with_lse))
+
+
 @pytest.mark.parametrize("dim", [48, 41])
 def test_out(gpu: FakeGpu, dim: int) -> None:
     arrays = draw(dims=(64, dim))
