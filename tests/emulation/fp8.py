@@ -17,7 +17,7 @@ from cuflash.fp8_sm80_config import Fp8Sm80Config
 from cuflash.quantized_attention import check_quantized
 from cuflash.quantized_plan import fp8_call
 from cuflash.request import Causal
-from tests.emulation.launch import EARLY, INSTRUCTION_LIMIT, Coordinates, Launch, Report, Timing, emulator_for
+from tests.emulation.launch import EARLY, Report, Timing, emulator_for
 from tests.emulation.tensors import Tensor, allocate, dense_strides, place
 from tests.fp8 import Real, rounding_probabilities
 from tests.mutation import Mutation
@@ -112,21 +112,7 @@ def run(
     report, emulator = Report(), emulator_for(problem, config, mutation)
     for grid, tail in plan.launches:
         block = struct.pack(f"<{len(pointers)}Q", *pointers) + tail
-        assert len(block) == emulator.parameter_bytes
-        blocks = [(x, y, z) for z, y, x in np.ndindex(*grid[::-1])]
-        launch = Launch(
-            block,
-            (Coordinates * len(blocks))(*(Coordinates(*b) for b in blocks)),
-            len(blocks),
-            Coordinates(*grid),
-            config.threads,
-            config.smem_bytes(problem),
-            INSTRUCTION_LIMIT,
-            timing.seed,
-            timing.late,
-            **{timing.ignore: 1} if timing.ignore else {},
-        )
-        emulator.run(launch, tensors, report)
+        emulator.launch(block, grid, config.threads, config.smem_bytes(problem), tensors, report, timing=timing)
     return Run(report, plan, config, tensors["out"], tensors["lse"])
 
 

@@ -17,7 +17,7 @@ from cuflash import kernels, prepare_plan
 from cuflash.float8_arrays import Float8Arrays, check_arrays
 from cuflash.fp8_layout import ROLES, TILE, by_head, image_shape, pack_image, padded, tiles
 from tests.emulation.build import compiler
-from tests.emulation.launch import EARLY, INSTRUCTION_LIMIT, Coordinates, Launch, Report, Timing, emulator_for
+from tests.emulation.launch import EARLY, Report, Timing, emulator_for
 from tests.emulation.tensors import Tensor, allocate, dense_strides, place
 from tests.mutation import Mutation
 
@@ -95,20 +95,10 @@ def run(
     given = {name: x.address for name, x in inputs.items()}
     assert given.items() <= prepare_plan.addresses(arrays).items()
     launch.pack_into(block, prepare_plan.addresses(arrays) | {name: x.address for name, x in outputs.items()})
-    assert len(block) == emulator.parameter_bytes
-    arguments = Launch(
-        bytes(block),
-        (Coordinates * launch.blocks)(*(Coordinates(i, 0, 0) for i in range(launch.blocks))),
-        launch.blocks,
-        Coordinates(launch.blocks, 1, 1),
-        config.threads,
-        config.smem_bytes(problem),
-        INSTRUCTION_LIMIT,
-        timing.seed,
-        timing.late,
-        **{timing.ignore: 1} if timing.ignore else {},
+    grid = launch.blocks, 1, 1
+    emulator.launch(
+        bytes(block), grid, config.threads, config.smem_bytes(problem), inputs | outputs, report, timing=timing
     )
-    emulator.run(arguments, inputs | outputs, report)
     return report, outputs
 
 
