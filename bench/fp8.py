@@ -193,8 +193,9 @@ def main() -> None:
 
 ## Speed, TFLOP/s
 
-16384 tokens, 2048 columns. "Kernel": on operands that are quantized already; "whole call": `precision="fp8"` on
-bfloat16 inputs, quantizing included. Ratios are of times: above 1, 8 bits are faster.
+16384 tokens, 2048 columns. "Kernel": on operands that are quantized already, "fast kernel": with
+`precision="fp8-fast"`; "whole call": `precision="fp8"` on bfloat16 inputs, quantizing included. Ratios are of times:
+above 1, 8 bits are faster.
 
 {table(SPEED_HEAD, speed())}
 
