@@ -44,7 +44,7 @@ FAMILIES = {
 HOPPER = ("backward_sm90", "backward_sm90_wide")
 """What loads by TMA; the head dims decide between them."""
 
-FEWEST_WAVES = 8
+FEWEST_WAVES = 2
 """Waves of blocks below which blocks share the query heads of a key/value head."""
 
 TASKS: tuple[Task, ...] = ("backward_rows", "backward", "backward_dq")

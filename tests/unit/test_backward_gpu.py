@@ -230,7 +230,7 @@ def test_every_block_fits_the_argument_buffer() -> None:
 
 @pytest.mark.parametrize("dims", [(64, 32), (128, 128), (192, 128)])
 @pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize(("multiprocessors", "shares"), [(1, 1), (2, 2), (3, 3), (100, 6)])
+@pytest.mark.parametrize(("multiprocessors", "shares"), [(4, 1), (8, 2), (12, 3), (100, 6)])
 def test_blocks_share_the_query_heads_of_few_key_tiles(
     gpu: FakeGpu, dims: tuple[int, int], deterministic: bool, multiprocessors: int, shares: int
 ) -> None:
@@ -246,7 +246,7 @@ def test_blocks_share_the_query_heads_of_few_key_tiles(
 def test_shares_are_divisors_of_the_group() -> None:
     p = problem(d=64)
     hopper = kernels.select_config(dataclasses.replace(p, arch="sm_90a"))
-    cases = (4, 1, 4), (4, 132, 4), (4, 300, 4), (4, 600, 2), (4, 1056, 1), (7, 1055, 7), (1, 1, 1)
+    cases = (4, 1, 4), (4, 66, 4), (4, 131, 4), (4, 132, 2), (4, 263, 2), (4, 264, 1), (7, 263, 7), (1, 1, 1)
     for group, n_tiles, expected in cases:
         sizes = group, group, 512, 128 * n_tiles
         assert backward_grid(p, hopper, sizes, 132, False).shares == expected  # type: ignore[arg-type]
