@@ -31,7 +31,7 @@ from .problem import AttentionProblem
 from .quantize_kernels import lse_problem
 from .quantize_plan import Sources, plan_with
 from .quantized_attention import FAST, OUT_DTYPES, Foreseen, QuantizedCall, check_foreseeable, foresee
-from .quantized_plan import check_formats, check_quantized_gpu, fp8_call, workspace_of
+from .quantized_plan import check_quantized_gpu, fp8_call, workspace_of
 from .request import Request
 
 __all__ = ["explain_quantized"]
@@ -115,13 +115,11 @@ class _Explained:
                 )
             if call.out_dtype not in OUT_DTYPES[:2]:
                 raise ValueError(f"out_dtype is {call.out_dtype!r}; accepted on a GPU are {', '.join(OUT_DTYPES[:2])}")
-            check_formats(call, target.name)
             return cls(foreseen, target, None)
         if ordinal == CPU:
             return cls(foreseen, None, None)
         if foreseen.sources is None:
             check_quantized_gpu(call)
-        check_formats(call, jit.device_arch(ordinal).name)
         return cls(foreseen, jit.device_arch(ordinal), ordinal)
 
     @property

@@ -1,4 +1,4 @@
-"""Tuning table of the Ampere-style kernels for e4m3 inputs, for every target.
+"""Tuning table of the Ampere-style kernels for 8-bit inputs, for every target.
 
 On sm_90 ordinary calls take the Hopper kernels; its rows here serve tests and comparisons. Targets whose hardware
 multiplies 8-bit floats in ``mma.sync`` take the codes, and sum the output in fp32; the others convert tiles to fp16,

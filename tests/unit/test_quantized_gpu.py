@@ -103,9 +103,11 @@ def test_shapes(gpu: FakeGpu, lengths: Any, dims: Any, heads: Any, causal: Any) 
     assert_close(gpu, found, expected)
 
 
+@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (9, 0), (10, 0), (12, 0)])
 @pytest.mark.parametrize("forms", list(product(FORMATS, repeat=3)), ids=str)
-def test_formats(gpu: FakeGpu, forms: tuple[Any, Any, Any]) -> None:
-    """Any combination; also what the mean of K adds to the LSE depends on that of Q."""
+def test_formats(monkeypatch: pytest.MonkeyPatch, forms: tuple[Any, Any, Any], capability: tuple[int, int]) -> None:
+    """Any combination on any GPU; also what the mean of K adds to the LSE depends on that of Q."""
+    gpu = fake_gpu.install(monkeypatch, capability=capability)
     arrays = draw(dims=(64, 64))
     quantized = [
         [cuflash.quantize(place(x), role=role, dtype=form) for x, role, form in zip(arrays, "qkv", forms, strict=True)]  # type: ignore[arg-type]
@@ -117,6 +119,7 @@ def test_formats(gpu: FakeGpu, forms: tuple[Any, Any, Any]) -> None:
     explained = cuflash.explain(*quantized[0])
     assert explained.kernel is not None
     assert explained.kernel.problem == dataclasses.replace(gpu.launches[-1].loaded.problem, mask="full")
+    fake_gpu.remove(gpu)
 
 
 @pytest.mark.parametrize(
