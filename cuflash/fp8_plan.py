@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple, cast
 
 from . import counters, driver, jit, kernels
+from .arch import fp8_sm90
 from .fp8_sm90_config import TILE, Fp8Sm90Config
 from .jit import LoadedKernel, TensorGeometry
 from .params import FORWARD_FP8_SM90, fast_div
@@ -52,7 +54,7 @@ class Fp8Call(NamedTuple):
     @property
     def problem(self) -> AttentionProblem:
         """The kernel that serves the call."""
-        return AttentionProblem(
+        problem = AttentionProblem(
             head_dim=self.head_dim,
             head_dim_v=self.head_dim_v,
             dtype=self.out_dtype,
@@ -63,6 +65,7 @@ class Fp8Call(NamedTuple):
             input_dtype="float8_e4m3fn",
             one_level=self.one_level,
         )
+        return replace(problem, short=fp8_sm90.is_short(problem, self.seqlen_q))
 
 
 class Fp8Addresses(NamedTuple):

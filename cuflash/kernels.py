@@ -321,13 +321,13 @@ def _shipped_fp8_problems(arch: str) -> Iterator[AttentionProblem]:
     for d, mask in product((64, 128), MASKS):
         base = AttentionProblem(d, d, "bfloat16", mask, 16, False, arch, input_dtype="float8_e4m3fn")
         yield replace(base, scale_first=True)
-        yield replace(base, one_level=True)
+        yield from variants_by_length(replace(base, one_level=True))
 
 
 def variants_by_length(problem: AttentionProblem) -> Iterator[AttentionProblem]:
     """A problem, and that of few queries if it has a kernel of its own."""
-    from .arch import sm90
+    from .arch import fp8_sm90, sm90
 
     yield problem
-    if sm90.is_short(problem, 0):
+    if (fp8_sm90 if problem.input_dtype else sm90).is_short(problem, 0):
         yield replace(problem, short=True)
