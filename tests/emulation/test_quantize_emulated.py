@@ -169,8 +169,10 @@ def test_the_emulator_sees_missing_barriers(ignored: str) -> None:
         ("quantize", "kMaxima + turn % 2 * (4 * kWarps)", "kMaxima"),
         ("quantize", "if (turn % kTicketBatch == 0) prepare(turn + kTicketBatch)", ""),
         ("quantize_means", "distance / 2 + (step", "(step"),
-        ("quantize_means", "half = kGroups / 2", "half = kGroups / 4"),
-        ("quantize_means", "? -mean : mean", "? mean : mean"),
+        ("quantize_means", "half = kWarps / 2", "half = kWarps / 4"),
+        ("quantize_means", "mask = 16; mask >= kLanes", "mask = 16; mask > kLanes"),
+        ("quantize_means", "x = -x", "x = x"),
+        ("quantize_means", "cta_sync();   // who still reads", ""),
     ],
 )
 def test_wrong_kernels_are_seen(kernel: str, old: str, new: str) -> None:
