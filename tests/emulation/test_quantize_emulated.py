@@ -161,7 +161,7 @@ def test_the_emulator_sees_missing_barriers(ignored: str) -> None:
         ("quantize", "own.row < ticket.rows();", "own.row < kTile;"),
         ("quantize", "(first ^ i * 16)", "first"),
         ("quantize", "piece.token % 16 / 2 * 4", "piece.token % 16 / 2 * 4 % 8"),
-        ("quantize", "scale * unit", "scale"),
+        ("quantize", "scale * kUnit", "scale"),
         ("quantize", "-over, x[i + e]", "-1.f, x[i + e]"),
         ("quantize", "(i64)batch * heads.divisor + head", "(i64)batch * heads.divisor + tile"),
         ("quantize", "if (is_v(turn) || kStages == 1) cta_sync()", "if (kStages == 1) cta_sync()"),
