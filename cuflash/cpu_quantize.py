@@ -112,7 +112,8 @@ def _fma(a: Array, b: np.float32, c: Array) -> Array:
     bits = total.view(np.int64)
     inexact = np.isfinite(rest) & (rest != 0) & (bits % 2 == 0)
     bits += np.where(inexact, np.where((rest > 0) == (total > 0), 1, -1), 0)
-    return total.astype(np.float32)
+    rounded: Array = total.astype(np.float32)
+    return rounded
 
 
 def rotate(x: Array, negated: Array, of: float = 1.0) -> Array:

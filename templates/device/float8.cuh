@@ -81,10 +81,10 @@ DEVICE constexpr float hadamard_norm(int size) {
 // The norm of the first, largest block, which is left to the scale.
 DEVICE constexpr float hadamard_unit(int head_dim) { return hadamard_norm(hadamard_block(head_dim, 0)); }
 
-// Sums and differences of the first kColumns of a lane's columns, which are whole blocks.
-template <int kColumns, int kDistance = 1, int kCount>
+// Sums and differences of the first kColumns of a lane's columns, which are whole blocks; in the end, of blocks of kBlock.
+template <int kColumns, int kBlock = kColumns, int kDistance = 1, int kCount>
 DEVICE void butterflies(float (&x)[kCount]) {
-    if constexpr (2 * kDistance <= kColumns) {
+    if constexpr (2 * kDistance <= kBlock) {
         #pragma unroll
         for (int pair = 0; pair < kColumns / (2 * kDistance) * kDistance; pair++) {
             const int i = pair + pair / kDistance * kDistance;
@@ -92,31 +92,58 @@ DEVICE void butterflies(float (&x)[kCount]) {
             x[i] = a + b;
             x[i + kDistance] = a - b;
         }
-        butterflies<kColumns, 2 * kDistance>(x);
+        butterflies<kColumns, kBlock, 2 * kDistance>(x);
     }
 }
 
-// Rotates rows whose signs are applied; the result is in units of hadamard_unit. Each lane has kLaneColumns columns of one row, a power of two, from
-// kLaneColumns * part on (kCount of them; others do not exist); its warp has kParts parts of each row, the next part of which is kStep lanes on.
+// Which columns the lanes of a row have: two halves of kLaneColumns / 2 each, counted in such halves from the row's beginning. In a block of so many
+// parts as `parts`, the first half of part p is number p ^ 2 p; the second one differs by one bit: the lowest, and after every exchange the next. So
+// both lanes of an exchange send their second half, which is the other's partner, and keep the first one.
+template <int kHeadDim, int kLaneColumns>
+struct Halves {
+    int first, second, second_rotated;
+    DEVICE explicit Halves(int part) {
+        const int parts = max_int(1, hadamard_block(kHeadDim, part * kLaneColumns) / kLaneColumns), inside = part & (parts - 1);
+        first = 2 * (part - inside) + (inside ^ 2 * inside);
+        second = first ^ 1;
+        second_rotated = first ^ parts;
+    }
+};
+
+// The sum of a lane's own value and another one, and the lower column's less the higher one's. The own column gets that which belongs there, and
+// `other_column` the rest; `sign` is negative where the own column is the higher one.
+DEVICE void sum_and_difference(float& own, float& other_column, float other, float sign) {
+    const float before = own;
+    own = fma_f32(before, sign, other);
+    other_column = fma_f32(other, -sign, before);
+}
+
+// Rotates rows whose signs are applied; the result is in units of hadamard_unit. Each lane has kLaneColumns columns of one row, a power of two, those
+// of its Halves (kCount of them; others do not exist); its warp has kParts parts of each row, the next part of which is kStep lanes on.
 template <int kHeadDim, int kLaneColumns, int kParts, int kStep, int kCount>
 DEVICE void rotate(float (&x)[kCount], int part) {
-    constexpr int kWhole = kHeadDim / kLaneColumns, kRest = kHeadDim % kLaneColumns;
+    constexpr int kWhole = kHeadDim / kLaneColumns, kRest = kHeadDim % kLaneColumns, kHalf = kLaneColumns / 2;
     if (kRest > 0 && part == kWhole) {
         butterflies<kRest>(x);
         #pragma unroll
         for (int i = 0; i < kRest; i++) x[i] = mul_f32(x[i], hadamard_norm(hadamard_block(kRest, i)) / hadamard_unit(kHeadDim));
     }
     if constexpr (kWhole > 0) {
-        if (kRest == 0 || part != kWhole) butterflies<kLaneColumns>(x);
+        const int first = Halves<kHeadDim, kLaneColumns>(part).first;
+        if (kRest == 0 || part != kWhole) {
+            butterflies<kLaneColumns, kHalf>(x);
+            #pragma unroll
+            for (int i = 0; i < kHalf; i++) sum_and_difference(x[i], x[kHalf + i], x[kHalf + i], first & 1 ? -1.f : 1.f);
+        }
         #pragma unroll
         for (int distance = 1; distance < kParts; distance *= 2) {
             const int taking = kWhole / (2 * distance) * (2 * distance);   // parts, in blocks larger than the distance
             if (taking == 0) break;
-            const float sign = part & distance ? -1.f : 1.f;
+            const float sign = first & 2 * distance ? -1.f : 1.f;
             #pragma unroll
-            for (int i = 0; i < kCount; i++) {
-                const float other = shuffle_xor(x[i], distance * kStep);
-                if (taking == kParts || part < taking) x[i] = fma_f32(x[i], sign, other);
+            for (int i = 0; i < kHalf; i++) {
+                const float other = shuffle_xor(x[kHalf + i], distance * kStep);
+                if (taking == kParts || part < taking) sum_and_difference(x[i], x[kHalf + i], other, sign);
             }
         }
         if constexpr (hadamard_block(kHeadDim, 0) != kHeadDim) {
