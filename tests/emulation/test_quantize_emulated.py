@@ -182,3 +182,24 @@ def test_wrong_kernels_are_seen(kernel: str, old: str, new: str) -> None:
     if not report.faults:
         with pytest.raises(AssertionError):
             assert_as_numpy(case, tensors)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("inside ^ 2 * inside", "2 * inside"),
+        ("first ^ parts;", "first ^ 1;"),
+        ("first & 1 ?", "first < 0 ?"),
+        ("first & 2 * distance ?", "first < 0 ?"),
+        ("part < taking) sum_and", "true) sum_and"),
+        ("norm = hadamard_norm(size) / hadamard_unit(kHeadDim)", "norm = 1.f"),
+    ],
+)
+def test_wrong_rotations_are_seen(old: str, new: str) -> None:
+    """At head dim 192: two parts of a row exchange columns, a third one has a block of its own, the fourth none."""
+    case = QuantizeCase((130, 130), (192, 64), roles="q", seed=1)
+    tensors = case.tensors(case.values())
+    report = run(case, tensors, mutation=Mutation("device/float8.cuh", old, new), mutated="quantize")
+    if not report.faults:
+        with pytest.raises(AssertionError):
+            assert_as_numpy(case, tensors)
