@@ -13,7 +13,7 @@ SHORT = 1024
 """Queries up to which a problem counts as short."""
 
 
-# What a reason compares is the row with that one thing changed, at B N = 16384, H D = 2048 and N = 1024, 4096 and 8192.
+# A reason's figures compare with the row that has only that otherwise, at B N = 16384, H D = 2048 and N = 1024, 4096 and 8192.
 def _row(
     head_dim: int,
     block_m: int,
@@ -56,9 +56,9 @@ FORWARD = (
          reason="as without a mask; a counter"),
     # One level, because it is asked for
     _row(64, 192, stages=4, q_stages=2, masks=("full",), two_level=False, late_turn=False,
-         reason="three consumers have registers for one level: +2, +11, +16 %"),
+         reason="three consumers, turns that end early; to two and late ones: +2, +11, +16 %"),
     _row(64, 192, stages=4, q_stages=2, masks=("causal",), two_level=False, late_turn=False, dynamic=True,
-         reason="three consumers: -4, +5, +9 %; a counter"),
+         reason="as without a mask: -4, +5, +9 %; a counter"),
     _row(64, 128, stages=3, q_stages=2, masks=("causal",), two_level=False, dynamic=True, short=True,
          reason="smaller tiles, of which the mask hides less: +5 % at N = 1024; three stages, to four: +0.8 %"),
     _row(128, 128, stages=4, q_stages=2, masks=("full",), two_level=False, late_turn=False,
