@@ -13,7 +13,7 @@ SHORT = 1024
 """Queries up to which a problem counts as short."""
 
 
-# A reason's figures compare with the row that has only that otherwise, at B N = 16384, H D = 2048 and N = 1024, 4096 and 8192.
+# A reason's figures compare with a row that has that alone otherwise, at B N = 16384, H D = 2048, N = 1024, 4096, 8192.
 def _row(
     head_dim: int,
     block_m: int,
