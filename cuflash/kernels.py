@@ -337,15 +337,15 @@ def _shipped_fp8_problems(arch: str) -> Iterator[AttentionProblem]:
         base = AttentionProblem(d, d, "bfloat16", mask, 16, False, arch, input_dtype="float8_e4m3fn")
         yield replace(base, scale_first=True)
         if select_config(one_level := replace(base, one_level=True)) != select_config(base):
-            yield one_level
+            yield from variants_by_length(one_level)
         yield replace(base, input_dtype="float8_e5m2")
         yield replace(base, k_dtype="float8_e5m2", v_dtype="float8_e5m2")
 
 
 def variants_by_length(problem: AttentionProblem) -> Iterator[AttentionProblem]:
     """A problem, and that of few queries if it has a kernel of its own."""
-    from .arch import sm90
+    from .arch import fp8_sm90, sm90
 
     yield problem
-    if sm90.is_short(problem, 0):
+    if (fp8_sm90 if problem.input_dtype else sm90).is_short(problem, 0):
         yield replace(problem, short=True)

@@ -270,8 +270,11 @@ class _Explained:
             found.append(
                 f"head dim {call.v.head_dim} of V is no multiple of 16: the result is computed padded, and copied"
             )
-        if self.problem.scale_first:
+        problem = self.problem
+        if problem.scale_first:
             found.append("scale-first variant: the scale is 0, negative, tiny or huge")
+        if problem.short:
+            found.append("variant for few queries, of smaller tiles")
         return found
 
     def notes_on_products(self) -> list[str]:

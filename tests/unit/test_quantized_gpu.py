@@ -369,6 +369,13 @@ def test_fast_calls_have_kernels_of_their_own(gpu: FakeGpu) -> None:
     assert len(ready) == 3 and gpu.compiled[-1].one_level
 
 
+def test_explain_names_the_variant_for_few_queries(gpu: FakeGpu) -> None:
+    arrays = [gpu.array(x) for x in draw(dims=(64, 64))]
+    for precision, causal in product(("fp8", "fp8-fast"), (False, True)):
+        explained = cuflash.explain(*arrays, causal=causal, precision=precision)
+        assert any("few queries" in note for note in explained.notes) is (causal and precision == "fp8-fast")
+
+
 # --- refusals
 
 
