@@ -46,8 +46,8 @@ def attention(
         `cuflash.QuantizedTensor`, whose layout is the call's; all of one kind, dtype and device. float16 or bfloat16,
         on the CPU also float32 and float64. D and Dv from 1 to 256; any strides, none copied; any extent but D and Dv
         may be 0. Hq is a multiple of Hk: query head h uses key/value head h // (Hq / Hk). Or codes: float8_e4m3fn and
-        float8_e5m2 (torch's dtypes, or those of ml_dtypes) in any combination (float8_e5m2 not on all GPUs),
-        without gradients; any strides, V and what TMA cannot take of Q and K by a copy that `explain` counts.
+        float8_e5m2 (torch's dtypes, or those of ml_dtypes) in any combination, without gradients; any
+        strides, V and what TMA cannot take of Q and K by a copy that `explain` counts.
     causal : False, True, "bottom_right" or "top_left"
         True and "bottom_right": query i sees keys j <= i + Nk - Nq. "top_left": j <= i.
     scale : float, optional

@@ -100,8 +100,9 @@ def attention_backward(
     midst, such as a lack of memory, may leave `grads` partly written.
 
     On a GPU, work is queued on the current stream, as by `attention`. It needs a workspace, from the pool that the
-    gradients come from: one float32 array like dq, its rows rounded up to tiles, and 8 bytes for each row of each head.
-    The first call of a kind compiles up to three kernels.
+    gradients come from: one float32 array like dq, its rows rounded up to tiles, 8 bytes for each row of each head and,
+    where query heads share keys and there are few, also float32 arrays like dk and dv. The first call of a kind
+    compiles up to three kernels.
 
     For torch and JAX, `attention` calls this function when gradients are asked for; it is not differentiable itself.
 

@@ -161,6 +161,10 @@ class BackwardSm90Config(KernelConfig):
         """Columns of dQ that a consumer computes in 64 of its rows."""
         return PITCH_STEP if self.block_m == WARPGROUP_ROWS else round_up(problem.head_dim, 16)
 
+    def kv_sums(self, problem: AttentionProblem) -> int:
+        """Float32 sums of dK and dV of a tile of keys, where several blocks share it."""
+        return self.block_n * (round_up(problem.head_dim, 16) + round_up(problem.head_dim_v, 16))
+
     def smem_sizes(self, problem: AttentionProblem) -> Sequence[tuple[str, int]]:
         """K and V (later dK and dV), every stage's Q and dO, dS, each consumer's dQ, row constants, mbarriers."""
         pitch_k, pitch_v = pitches(problem)
@@ -214,6 +218,10 @@ class BackwardWideConfig(KernelConfig):
             f"{self.block_m} queries x {self.block_n} keys, {self.consumers} consumer warpgroups that share columns, "
             f"{self.stages} buffers of Q and of dO"
         )
+
+    def kv_sums(self, problem: AttentionProblem) -> int:
+        """As of `BackwardSm90Config`."""
+        return self.block_n * (round_up(problem.head_dim, PITCH_STEP) + round_up(problem.head_dim_v, PITCH_STEP))
 
     def smem_sizes(self, problem: AttentionProblem) -> Sequence[tuple[str, int]]:
         """K and V (later dK and dV), every stage's Q and dO, P^T and dS^T, row constants, mbarriers."""

@@ -124,7 +124,7 @@ class BackwardCall:
         grid = backward_grid(main.loaded.problem, config, sizes, device.multiprocessors, self.request.deterministic)
         return BackwardSchedule(
             block_n=config.block_n,
-            section=grid.section,
+            section=-(-grid.section // grid.shares),
             resident=device.multiprocessors * config.ctas,
             l2_bytes=device.l2_bytes,
             padded_rows=padded_rows,

@@ -44,6 +44,9 @@ FAMILIES = {
 HOPPER = ("backward_sm90", "backward_sm90_wide")
 """What loads by TMA; the head dims decide between them."""
 
+FEWEST_WAVES = 2
+"""Waves of blocks below which blocks share the query heads of a key/value head."""
+
 TASKS: tuple[Task, ...] = ("backward_rows", "backward", "backward_dq")
 """Of a call's kernels, in the order of their launches."""
 
@@ -80,8 +83,9 @@ def _hopper_refusal(request: BackwardRequest, arch: str) -> str | None:
 class BackwardGrid(NamedTuple):
     """The launch of the backward pass's main kernel, one thread block for each tile of keys, and what it adds to.
 
-    ``section`` key/value heads run side by side before the next ones begin, the first key tiles of all of them first:
-    under a causal mask these are the longest.
+    ``section`` heads run side by side before the next ones begin, the first key tiles of all of them first: under a
+    causal mask these are the longest. Where there are few key tiles, ``shares`` blocks of a Hopper kernel have some of
+    the query heads of a key/value head each, and count as so many heads; they add up dK and dV one after the other.
 
     With a ``turn_shift``, blocks of Hopper kernels that add to sums of dQ in turns follow each other through the query
     tiles: of ``turn_group`` neighbours each starts that many query tiles after the one before it (Qiang et al., DASH:
@@ -96,10 +100,11 @@ class BackwardGrid(NamedTuple):
     blocks: int
     turn_group: int
     turn_shift: int
+    shares: int
 
     @property
     def last_section(self) -> int:
-        """Key/value heads of the last section."""
+        """Heads of the last section."""
         return (self.blocks // self.n_tiles - 1) % self.section + 1
 
 
@@ -125,8 +130,12 @@ def backward_grid(
     deterministic : bool
     """
     batch_heads, group, seqlen_q, seqlen_k = sizes
-    heads = batch_heads // group
     m_tiles, n_tiles = -(-seqlen_q // config.block_m), -(-seqlen_k // config.block_n)
+    shares = 1
+    if not isinstance(config, BackwardConfig):
+        shares = _shares(group, n_tiles * batch_heads // group, multiprocessors)
+    group //= shares
+    heads = batch_heads // group
     section, turn_group, turn_shift = 1, n_tiles, 0
     shifted = _turns(m_tiles, n_tiles, heads, multiprocessors)
     if deterministic and problem.mask == "full" and not isinstance(config, BackwardConfig) and shifted:
@@ -135,7 +144,13 @@ def backward_grid(
     elif deterministic or problem.mask == "causal":
         row_bytes = 2 * (problem.head_dim + problem.head_dim_v) + 4 * problem.head_dim
         section = max(1, L2_SECTION_BYTES // (group * seqlen_q * row_bytes))
-    return BackwardGrid(m_tiles, n_tiles, min(section, heads), n_tiles * heads, turn_group, turn_shift)
+    return BackwardGrid(m_tiles, n_tiles, min(section, heads), n_tiles * heads, turn_group, turn_shift, shares)
+
+
+def _shares(group: int, blocks: int, multiprocessors: int) -> int:
+    """Blocks for the query heads of a key/value head: the fewest, alike, that make waves enough to end together."""
+    divisors = (n for n in range(1, group + 1) if group % n == 0)
+    return next((n for n in divisors if n * blocks >= FEWEST_WAVES * multiprocessors), group)
 
 
 def _turns(m_tiles: int, n_tiles: int, heads: int, multiprocessors: int) -> tuple[int, int] | None:

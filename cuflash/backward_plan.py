@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 ROW_TILE = 32
 """Rows of a thread block of the first kernel; query tiles are multiples."""
+COUNTS = 2
+"""Of a key tile that blocks share, one for each consumer."""
 WORKSPACE_ALIGN = 16
 MAX_BLOCKS = 2**31 - 1
 
@@ -42,19 +44,27 @@ _pack_dq = BACKWARD_DQ.launch_block.pack_into
 class Workspace(NamedTuple):
     """Where what the kernels share lies: offsets in bytes from a multiple of `WORKSPACE_ALIGN`.
 
-    ``turns`` is None where dQ may be summed in any order.
+    ``turns`` is None where dQ may be summed in any order, ``counts`` and ``kv_sums`` where no blocks share dK and dV.
     """
 
     rows: int
     turns: int | None
+    kv_sums: int | None
+    counts: int | None
     size: int
 
     @classmethod
-    def of(cls, padded_rows: int, head_dim: int, deterministic: bool) -> Workspace:
-        """For the query rows of all heads, each padded to whole query tiles."""
+    def of(
+        cls, padded_rows: int, head_dim: int, deterministic: bool, shared_tiles: int = 0, tile_sums: int = 0
+    ) -> Workspace:
+        """For the query rows of all heads, each padded to whole query tiles, and key tiles that blocks share."""
         rows = padded_rows * -(-head_dim // 16) * 16 * 4
         turns = rows + padded_rows * 8
-        return cls(rows, turns if deterministic else None, turns + padded_rows // ROW_TILE * 4 * deterministic)
+        kv_sums = -(-(turns + padded_rows // ROW_TILE * 4 * deterministic) // WORKSPACE_ALIGN) * WORKSPACE_ALIGN
+        counts = kv_sums + shared_tiles * tile_sums * 4
+        if not shared_tiles:
+            return cls(rows, turns if deterministic else None, None, None, kv_sums)
+        return cls(rows, turns if deterministic else None, kv_sums, counts, counts + shared_tiles * COUNTS * 4)
 
     @property
     def floats(self) -> int:
@@ -129,14 +139,17 @@ class BackwardPlan:
         q, k, v, dout, out, lse, dlse, dq, dk, dv = addresses
         sums = -(-workspace // WORKSPACE_ALIGN) * WORKSPACE_ALIGN
         rows = sums + self.workspace.rows
-        turns = 0 if self.workspace.turns is None else sums + self.workspace.turns
+        layout = self.workspace
+        turns = 0 if layout.turns is None else sums + layout.turns
+        counts = 0 if layout.counts is None else sums + layout.counts
+        kv_sums = 0 if layout.kv_sums is None else sums + layout.kv_sums
         buffer = jit.argument_buffer(self.device)
         first, main, last = self.launches
-        _pack_rows(buffer.block, 0, dout, out, lse, dlse, rows, sums, turns, first.tail)
+        _pack_rows(buffer.block, 0, dout, out, lse, dlse, rows, sums, turns, counts, first.tail)
         first.start(stream, buffer.address)
         if self.geometry:
             maps = jit.tensor_maps(self, self.geometry, q, k, v, dout, dk, dv)
-            _pack_sm90(buffer.block, 0, maps, rows, sums, turns, main.tail)
+            _pack_sm90(buffer.block, 0, maps, rows, sums, turns, counts, kv_sums, main.tail)
         else:
             _pack_sm80(buffer.block, 0, dout, q, k, v, dk, dv, rows, sums, turns, main.tail)
         main.start(stream, buffer.address)
@@ -206,12 +219,20 @@ def plan_with(
         "heads": fast_div(forward.heads),
         "row_tiles": fast_div(row_tiles),
     }
+    shared_tiles = grid.blocks // grid.shares if grid.shares > 1 else 0
+    counted = {"counted": shared_tiles * COUNTS}
     launches = (
-        Launch(first, blocks_first, BACKWARD_ROWS.pack_tail(common | _strides(request, "dout", "out", "lse", "dlse"))),
+        Launch(
+            first,
+            blocks_first,
+            BACKWARD_ROWS.pack_tail(common | counted | _strides(request, "dout", "out", "lse", "dlse")),
+        ),
         Launch(main, grid.blocks, _main_tail(request, config, grid)),
         _last_launch(request, last, blocks_first * (ROW_TILE // 16), common),
     )
-    workspace = Workspace.of(blocks_first * ROW_TILE, forward.head_dim, request.deterministic)
+    tile_sums = 0 if isinstance(config, BackwardConfig) else config.kv_sums(main.problem)
+    padded_rows = blocks_first * ROW_TILE
+    workspace = Workspace.of(padded_rows, forward.head_dim, request.deterministic, shared_tiles, tile_sums)
     return BackwardPlan(request, launches, workspace, _geometry(request, config))
 
 
@@ -224,7 +245,8 @@ def _main_tail(request: BackwardRequest, config: MainConfig, grid: BackwardGrid)
     values = _main_values(request, grid)
     if isinstance(config, BackwardConfig):
         return BACKWARD_SM80.pack_tail(values | _strides(request, "dout", "q", "k", "v", "dk", "dv"))
-    return BACKWARD_SM90.pack_tail(values | {"turn_group": fast_div(grid.turn_group), "turn_shift": grid.turn_shift})
+    turns = {"turn_group": fast_div(grid.turn_group), "turn_shift": grid.turn_shift}
+    return BACKWARD_SM90.pack_tail(values | turns | {"shares": fast_div(grid.shares)})
 
 
 def _geometry(request: BackwardRequest, config: MainConfig) -> tuple[TensorGeometry, ...]:
@@ -242,14 +264,15 @@ def _geometry(request: BackwardRequest, config: MainConfig) -> tuple[TensorGeome
 
 def _main_values(request: BackwardRequest, grid: BackwardGrid) -> dict[str, Any]:
     forward = request.forward
+    heads = forward.heads_k * grid.shares
     return {
-        "heads": fast_div(forward.heads_k),
+        "heads": fast_div(heads),
         "section_tiles": fast_div(grid.section * grid.n_tiles),
         "section": fast_div(grid.section),
         "last_section": fast_div(grid.last_section),
-        "batch_heads": forward.batch * forward.heads_k,
+        "batch_heads": forward.batch * heads,
         "heads_q": forward.heads,
-        "group": forward.heads // forward.heads_k,
+        "group": forward.heads // heads,
         "seqlen_q": forward.seqlen_q,
         "seqlen_k": forward.seqlen_k,
         "causal_offset": forward.causal_offset,

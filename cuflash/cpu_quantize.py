@@ -10,12 +10,12 @@ All arithmetic is float32, each operation rounded to nearest even, subnormal num
 2. **Rotation** (Q, K and the mean of K, with ``hadamard=True``): signs from the seed, then Hadamard butterflies over
    blocks of columns, whose sizes are the powers of two that make up the head dim, the largest first. For the distances
    s = 1, 2, 4, ...: in every block larger than s, columns c and c + s (c mod 2s < s) become their sum and difference.
-   Then each column is multiplied by float32(1 / sqrt(block)). Of Q and K, a power of two of that, `unit`, is left to
-   the scale: until then values are kept as multiples of it, so that nothing is to be multiplied where the head dim is
-   16, 64 or 256.
-3. The mean is subtracted.
-4. **Scale** of a tile: the largest finite magnitude divided by the format's largest number, at least 2^-126; 1 where
-   all is zero (or nothing finite).
+   Then each column is multiplied by float32(1 / sqrt(block)). Of Q and K, that of the first block, `unit`, is left to
+   the scale: until then values are kept as multiples of it. Where the head dim is a power of two nothing is multiplied;
+   columns of other blocks are, by the quotient of both.
+3. The mean is subtracted; where there is a unit, its product with float32(1 / unit), in one operation (fma).
+4. **Scale** of a tile: the largest finite magnitude divided by the format's largest number, at least 2^-126, or 2^-122
+   where it has yet to be multiplied by a unit; 1 where all is zero (or nothing finite).
 5. **Code**: the quotient of value and scale, rounded to nearest even and saturated (`cuflash.fp8`). What is not finite
    by then, be it that it came so or that it overflowed on the way (from 2^119 on), becomes NaN.
 """
@@ -37,8 +37,8 @@ SAMPLE = 256
 FEWEST = 8
 """Of so many tokens one at least is not in the sample of a long sequence: reading it costs less than the codes."""
 PARTIALS = 32
-SMALLEST_SCALE = np.float32(2.0**-126)
-"""The smallest normal number: the reciprocal of every scale is one, too."""
+SMALLEST_SCALE, SMALLEST_ROTATED = np.float32(2.0**-126), np.float32(2.0**-122)
+"""The smallest normal number: the reciprocal of every scale is one, too. No unit is below 2^-4."""
 
 
 def sample(length: int) -> Array:
@@ -81,8 +81,8 @@ def signs(seed: int, dim: int) -> Array:
 
 
 def unit(dim: int) -> float:
-    """Of the values of a rotated row while it is quantized: the power of two at or above 1 / sqrt(largest block)."""
-    return float(2.0 ** -((dim.bit_length() - 1) // 2))
+    """Of the values of a rotated row while it is quantized: float32(1 / sqrt(largest block))."""
+    return float(np.float32((1 << dim.bit_length() - 1) ** -0.5))
 
 
 def _hadamard(x: Array, of: float = 1.0) -> None:
@@ -98,6 +98,22 @@ def _hadamard(x: Array, of: float = 1.0) -> None:
         norms[inside : dim // distance * distance] = np.float32(distance**-0.5) / np.float32(of)
         distance *= 2
     x *= norms
+
+
+def _fma(a: Array, b: np.float32, c: Array) -> Array:
+    """a * b + c of float32, rounded once.
+
+    In float64 the product is exact, and its sum rounded to odd: that is no tie of float32 which the exact sum is not.
+    """
+    product, c = a.astype(np.float64) * b, c.astype(np.float64)
+    total = product + c
+    added = total - product
+    rest = (product - (total - added)) + (c - added)
+    bits = total.view(np.int64)
+    inexact = np.isfinite(rest) & (rest != 0) & (bits % 2 == 0)
+    bits += np.where(inexact, np.where((rest > 0) == (total > 0), 1, -1), 0)
+    rounded: Array = total.astype(np.float32)
+    return rounded
 
 
 def rotate(x: Array, negated: Array, of: float = 1.0) -> Array:
@@ -137,6 +153,8 @@ def quantize_tiles(x: Array, form: Format, mean: Array | None, negated: Array | 
     """
     length, dim = x.shape
     of = np.float32(1 if negated is None else unit(dim))
+    over = np.float32(1) / of
+    least = SMALLEST_SCALE if negated is None else SMALLEST_ROTATED
     codes = np.zeros((-(-length // TILE), TILE, padded(dim)), np.uint8)
     scales = np.ones(len(codes), np.float32)
     with np.errstate(all="ignore"):
@@ -145,11 +163,11 @@ def quantize_tiles(x: Array, form: Format, mean: Array | None, negated: Array | 
             if negated is not None:
                 rows = rotate(rows, negated, float(of))
             if mean is not None:
-                rows -= mean / of
+                rows = _fma(mean, -over, rows)
             finite = np.isfinite(rows)
             largest = np.abs(rows).max(initial=0, where=finite)
             if largest > 0:
-                scales[tile] = np.maximum(largest / np.float32(form.largest), SMALLEST_SCALE / of)
+                scales[tile] = np.maximum(largest / np.float32(form.largest), least)
             rows[~finite] = np.nan
             codes[tile, : len(rows), :dim] = form.encode(rows / scales[tile])
             if largest > 0:

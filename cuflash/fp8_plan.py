@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple, cast
 
 from . import counters, driver, jit, kernels
+from .arch import fp8_sm90
 from .fp8_layout import TILE
 from .fp8_sm80_config import Fp8Sm80Config
 from .fp8_sm90_config import Fp8Sm90Config
@@ -62,7 +64,7 @@ class Fp8Call(NamedTuple):
     def problem(self) -> AttentionProblem:
         """The kernel that serves the call."""
         q, k, v = self.dtypes
-        return AttentionProblem(
+        problem = AttentionProblem(
             head_dim=self.head_dim,
             head_dim_v=self.head_dim_v,
             dtype=self.out_dtype,
@@ -75,6 +77,7 @@ class Fp8Call(NamedTuple):
             v_dtype=v if v != q else None,
             one_level=self.one_level,
         )
+        return replace(problem, short=fp8_sm90.is_short(problem, self.seqlen_q))
 
 
 class Fp8Addresses(NamedTuple):

@@ -1,4 +1,4 @@
-"""How the Ampere-style forward kernel for e4m3 inputs computes."""
+"""How the Ampere-style forward kernel for 8-bit inputs computes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BLOCKS_M = (64, 128)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fp8Sm80Config(Sm80Config):
-    """A kernel of the structure of `Sm80Config` for e4m3 inputs with a scale for every 128 tokens.
+    """A kernel of the structure of `Sm80Config` for e4m3 and e5m2 inputs with a scale for every 128 tokens.
 
     Parameters
     ----------

@@ -94,16 +94,8 @@ def family_of(arch: str, task: Task = "forward") -> KernelFamily:
 
 
 def family_serving(problem: AttentionProblem) -> KernelFamily:
-    """The family of a problem's kernel.
-
-    Raises
-    ------
-    UnsupportedError
-        There are no kernels for such quantized inputs on its target.
-    """
+    """The family of a problem's kernel."""
     family = family_of(problem.arch, problem.task)
-    if "e5m2" in problem.formats and problem.arch not in TMA_TARGETS.values():
-        raise UnsupportedError(f"{problem.arch} has no kernels for float8_e5m2 inputs: sm_90a has some")
     return family if problem.input_dtype is None else FAMILIES[family.name.replace("forward_", "forward_fp8_")]
 
 
@@ -356,16 +348,15 @@ def _shipped_fp8_problems(arch: str) -> Iterator[AttentionProblem]:
         base = AttentionProblem(d, d, "bfloat16", mask, 16, False, arch, input_dtype="float8_e4m3fn")
         yield replace(base, scale_first=True)
         if select_config(one_level := replace(base, one_level=True)) != select_config(base):
-            yield one_level
-        if arch in TMA_TARGETS.values():
-            yield replace(base, input_dtype="float8_e5m2")
-            yield replace(base, k_dtype="float8_e5m2", v_dtype="float8_e5m2")
+            yield from variants_by_length(one_level)
+        yield replace(base, input_dtype="float8_e5m2")
+        yield replace(base, k_dtype="float8_e5m2", v_dtype="float8_e5m2")
 
 
 def variants_by_length(problem: AttentionProblem) -> Iterator[AttentionProblem]:
     """A problem, and that of few queries if it has a kernel of its own."""
-    from .arch import sm90
+    from .arch import fp8_sm90, sm90
 
     yield problem
-    if sm90.is_short(problem, 0):
+    if (fp8_sm90 if problem.input_dtype else sm90).is_short(problem, 0):
         yield replace(problem, short=True)

@@ -111,15 +111,16 @@ class QuantizeMeansConfig(StreamConfig):
     fewest: ClassVar[int] = FEWEST
     partials: ClassVar[int] = PARTIALS
 
-    threads: int = field(default=256)
+    threads: int
 
     @property
     def summary(self) -> str:
         return f"{self.threads} threads; {PARTIALS} partial sums of up to {SAMPLE // PARTIALS} tokens"
 
     def smem_sizes(self, problem: AttentionProblem) -> Sequence[tuple[str, int]]:
-        """Eight columns of each thread's partial sum, and of how many numbers it is."""
-        return [("sums", 32 * self.threads), ("counts", 32 * self.threads)]
+        """Of every warp and column, the sum, and of how many numbers it is."""
+        columns = max(padded(problem.head_dim), padded(problem.head_dim_v))
+        return [(name, self.threads // 32 * 4 * columns) for name in ("sums", "counts")]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,8 +153,10 @@ def quantize_config(problem: AttentionProblem) -> QuantizeConfig:
 
 
 def quantize_means_config(problem: AttentionProblem) -> QuantizeMeansConfig:
-    """One for all problems."""
-    return QuantizeMeansConfig(reason="all loads of a thread in flight")
+    """As many threads as have eight tokens each, all in flight."""
+    dim = max(problem.head_dim, problem.head_dim_v)
+    threads = 256 if dim <= 64 else 512 if dim <= 128 else 1024
+    return QuantizeMeansConfig(threads=threads, reason="a thread has 16 bytes of eight tokens, all in flight")
 
 
 def quantize_lse_config(problem: AttentionProblem) -> QuantizeLseConfig:

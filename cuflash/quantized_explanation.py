@@ -31,7 +31,7 @@ from .problem import AttentionProblem
 from .quantize_kernels import lse_problem
 from .quantize_plan import Sources, plan_with
 from .quantized_attention import FAST, OUT_DTYPES, Foreseen, QuantizedCall, check_foreseeable, foresee
-from .quantized_plan import check_foreseen_gpu, check_formats, fp8_call, is_staged, workspace_of
+from .quantized_plan import check_foreseen_gpu, fp8_call, is_staged, workspace_of
 from .request import Request
 
 __all__ = ["explain_quantized"]
@@ -117,7 +117,6 @@ class _Explained:
                 raise ValueError(f"out_dtype is {call.out_dtype!r}; accepted on a GPU are {', '.join(OUT_DTYPES[:2])}")
         check_foreseen_gpu(foreseen)
         target = jit.device_arch(ordinal) if arch is None else arch_for(ARCHES[arch].compute_capability)
-        check_formats(call, target.name)
         return cls(foreseen, target, ordinal if arch is None else None)
 
     @property
@@ -270,8 +269,11 @@ class _Explained:
             )
         elif is_staged(call):
             found.append("out is copied: its address or strides are no positive multiples of 16 bytes")
-        if self.problem.scale_first:
+        problem = self.problem
+        if problem.scale_first:
             found.append("scale-first variant: the scale is 0, negative, tiny or huge")
+        if problem.short:
+            found.append("variant for few queries, of smaller tiles")
         return found
 
     def notes_on_products(self) -> list[str]:

@@ -11,7 +11,7 @@ from .arrays import CPU, Operand
 from .checks import MAX_LENGTH, check_placed
 from .config import round_up
 from .errors import UnsupportedError
-from .fp8 import E4M3, E5M2
+from .fp8 import E5M2
 from .fp8_layout import IMAGE, TILE, padded, row_strides, tiles
 from .fp8_plan import OUT_BYTES, Fp8Addresses, Fp8Call, Fp8Plan, Fp8Sm80Plan
 from .fp8_plan import make_plan as plan_attention
@@ -34,7 +34,6 @@ __all__ = [
     "QuantizedPlan",
     "QuantizingPlan",
     "check_foreseen_gpu",
-    "check_formats",
     "check_quantized_gpu",
     "fp8_call",
     "is_staged",
@@ -83,18 +82,6 @@ def check_foreseen_gpu(foreseen: Foreseen) -> None:
     else:
         check_placed(sources.operands.values())
         check_sizes(call)
-
-
-def check_formats(call: QuantizedCall, arch: str) -> None:
-    """Refuse e5m2 where the kernels of a device, which ``arch`` names, take e4m3 alone."""
-    if (target := kernels.fp8_target(arch)) in kernels.TMA_TARGETS.values():
-        return
-    for name, x in (("q", call.q), ("k", call.k), ("v", call.v)):
-        if x.dtype != E4M3.name:
-            raise UnsupportedError(
-                f"{name} has dtype {x.dtype}; the kernels for {target} take {E4M3.name}, those for Hopper both: "
-                f"quantize it with dtype={E4M3.name!r}, or take it to the CPU"
-            )
 
 
 def check_sizes(call: QuantizedCall) -> None:
@@ -336,7 +323,6 @@ def make_plan(call: QuantizedCall) -> QuantizedPlan:
         return QuantizedPlan(call, None, None)
     device = call.q.device
     arch = jit.device_arch(device).name
-    check_formats(call, arch)
     attend = plan_attention(fp8_call(call, arch), device)
     shift = None
     if call.return_lse and call.k.mean is not None:

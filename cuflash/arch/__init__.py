@@ -40,7 +40,7 @@ class Arch(NamedTuple):
 
     @property
     def multiplies_float8(self) -> bool:
-        """Whether ``mma.sync`` of e4m3 is an instruction. On 9.0 and 10.x ptxas makes conversions and fp16's of it."""
+        """Whether ``mma.sync`` of 8-bit floats is hardware's: on 9.0 and 10.x ptxas converts and takes that of fp16."""
         return self.compute_capability == (8, 9) or self.compute_capability >= (12, 0)
 
     @property

@@ -51,7 +51,7 @@ struct Divisor {
 // The scale of a tile with this largest magnitude, not 0. Below kTinyScale the remainder of a division would be subnormal, and not exact:
 // then values and scale are taken kLift times as large.
 DEVICE float scale_of(float largest, bool e5m2, float smallest) { return max_f32(largest / (e5m2 ? 57344.f : 448.f), smallest); }
-constexpr float kSmallestScale = 0x1p-126f;
+constexpr float kSmallestScale = 0x1p-126f, kSmallestRotated = 0x1p-122f;   // no unit is below 2^-4
 constexpr float kTinyScale = 0x1p-80f, kLift = 0x1p64f;
 
 // The largest magnitude of some values, without NaN and infinities; these become NaN.
@@ -85,17 +85,13 @@ DEVICE constexpr float hadamard_norm(int size) {
     return size == 256 ? 0.0625f : size == 128 ? 0.088388347648318447f : size == 64 ? 0.125f : size == 32 ? 0.17677669529663689f
          : size == 16 ? 0.25f : size == 8 ? 0.35355339059327379f : size == 4 ? 0.5f : size == 2 ? 0.70710678118654757f : 1.f;
 }
-// The power of two at or above the norm of the first block, which may be left to a scale.
-DEVICE constexpr float hadamard_unit(int head_dim) {
-    float unit = 1.f;
-    for (int size = 4; size <= head_dim; size *= 4) unit /= 2;
-    return unit;
-}
+// The norm of the first, largest block, which is left to the scale.
+DEVICE constexpr float hadamard_unit(int head_dim) { return hadamard_norm(hadamard_block(head_dim, 0)); }
 
-// Sums and differences of the first kColumns of a lane's columns, which are whole blocks.
-template <int kColumns, int kDistance = 1, int kCount>
+// Sums and differences of the first kColumns of a lane's columns, which are whole blocks; in the end, of blocks of kBlock.
+template <int kColumns, int kBlock = kColumns, int kDistance = 1, int kCount>
 DEVICE void butterflies(float (&x)[kCount]) {
-    if constexpr (2 * kDistance <= kColumns) {
+    if constexpr (2 * kDistance <= kBlock) {
         #pragma unroll
         for (int pair = 0; pair < kColumns / (2 * kDistance) * kDistance; pair++) {
             const int i = pair + pair / kDistance * kDistance;
@@ -103,38 +99,65 @@ DEVICE void butterflies(float (&x)[kCount]) {
             x[i] = a + b;
             x[i + kDistance] = a - b;
         }
-        butterflies<kColumns, 2 * kDistance>(x);
+        butterflies<kColumns, kBlock, 2 * kDistance>(x);
     }
 }
 
-// Rotates rows whose signs are applied; the result is in units of 1 / kOver, a power of two. Each lane has kLaneColumns columns of one row, a power of two, from kLaneColumns * part on (kCount of
-// them; others do not exist); its warp has kParts parts of each row, the next part of which is kStep lanes on.
-template <int kHeadDim, int kLaneColumns, int kParts, int kStep, int kOver, int kCount>
+// Which columns the lanes of a row have: two halves of kLaneColumns / 2 each, counted in such halves from the row's beginning. In a block of so many
+// parts as `parts`, the first half of part p is number p ^ 2 p; the second one differs by one bit: the lowest, and after every exchange the next. So
+// both lanes of an exchange send their second half, which is the other's partner, and keep the first one.
+template <int kHeadDim, int kLaneColumns>
+struct Halves {
+    int first, second, second_rotated;
+    DEVICE explicit Halves(int part) {
+        const int parts = max_int(1, hadamard_block(kHeadDim, part * kLaneColumns) / kLaneColumns), inside = part & (parts - 1);
+        first = 2 * (part - inside) + (inside ^ 2 * inside);
+        second = first ^ 1;
+        second_rotated = first ^ parts;
+    }
+};
+
+// The sum of a lane's own value and another one, and the lower column's less the higher one's. The own column gets that which belongs there, and
+// `other_column` the rest; `sign` is negative where the own column is the higher one.
+DEVICE void sum_and_difference(float& own, float& other_column, float other, float sign) {
+    const float before = own;
+    own = fma_f32(before, sign, other);
+    other_column = fma_f32(other, -sign, before);
+}
+
+// Rotates rows whose signs are applied; the result is in units of hadamard_unit. Each lane has kLaneColumns columns of one row, a power of two, those
+// of its Halves (kCount of them; others do not exist); its warp has kParts parts of each row, the next part of which is kStep lanes on.
+template <int kHeadDim, int kLaneColumns, int kParts, int kStep, int kCount>
 DEVICE void rotate(float (&x)[kCount], int part) {
-    constexpr int kWhole = kHeadDim / kLaneColumns, kRest = kHeadDim % kLaneColumns;
+    constexpr int kWhole = kHeadDim / kLaneColumns, kRest = kHeadDim % kLaneColumns, kHalf = kLaneColumns / 2;
     if (kRest > 0 && part == kWhole) {
         butterflies<kRest>(x);
         #pragma unroll
-        for (int i = 0; i < kRest; i++) x[i] = mul_f32(x[i], kOver * hadamard_norm(hadamard_block(kRest, i)));
+        for (int i = 0; i < kRest; i++) x[i] = mul_f32(x[i], hadamard_norm(hadamard_block(kRest, i)) / hadamard_unit(kHeadDim));
     }
     if constexpr (kWhole > 0) {
-        if (kRest == 0 || part != kWhole) butterflies<kLaneColumns>(x);
+        const int first = Halves<kHeadDim, kLaneColumns>(part).first;
+        if (kRest == 0 || part != kWhole) {
+            butterflies<kLaneColumns, kHalf>(x);
+            #pragma unroll
+            for (int i = 0; i < kHalf; i++) sum_and_difference(x[i], x[kHalf + i], x[kHalf + i], first & 1 ? -1.f : 1.f);
+        }
         #pragma unroll
         for (int distance = 1; distance < kParts; distance *= 2) {
             const int taking = kWhole / (2 * distance) * (2 * distance);   // parts, in blocks larger than the distance
             if (taking == 0) break;
-            const float sign = part & distance ? -1.f : 1.f;
+            const float sign = first & 2 * distance ? -1.f : 1.f;
             #pragma unroll
-            for (int i = 0; i < kCount; i++) {
-                const float other = shuffle_xor(x[i], distance * kStep);
-                if (taking == kParts || part < taking) x[i] = fma_f32(x[i], sign, other);
+            for (int i = 0; i < kHalf; i++) {
+                const float other = shuffle_xor(x[kHalf + i], distance * kStep);
+                if (taking == kParts || part < taking) sum_and_difference(x[i], x[kHalf + i], other, sign);
             }
         }
-        float norm = 1.f;
-        #pragma unroll
-        for (int size = kLaneColumns; size <= 256; size *= 2)
-            if (part < kHeadDim / size * (size / kLaneColumns)) norm = kOver * hadamard_norm(size);
-        if constexpr (hadamard_block(kHeadDim, 0) != kHeadDim || kOver * hadamard_norm(kHeadDim) != 1.f) {
+        if constexpr (hadamard_block(kHeadDim, 0) != kHeadDim) {
+            float norm = 1.f;
+            #pragma unroll
+            for (int size = kLaneColumns; size <= 256; size *= 2)
+                if (part < kHeadDim / size * (size / kLaneColumns)) norm = hadamard_norm(size) / hadamard_unit(kHeadDim);
             #pragma unroll
             for (int i = 0; i < kCount; i++) x[i] = mul_f32(x[i], norm);
         }

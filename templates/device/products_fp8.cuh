@@ -1,5 +1,5 @@
-// Products of e4m3 codes for one warp: as they are, by mma.sync of 8-bit floats, or converted to fp16 beforehand. In both, a fragment is 32 bytes
-// of the operands' rows (see mma.cuh), so that ldmatrix and Q K^T are those of 16-bit operands.
+// Products of e4m3 and e5m2 codes for one warp: as they are, by mma.sync of 8-bit floats, or converted to fp16 beforehand. In both, a fragment is 32
+// bytes of the operands' rows (see mma.cuh), so that ldmatrix and Q K^T are those of 16-bit operands.
 #pragma once
 #include "device/mma.cuh"
 #include "device/softmax_fp8.cuh"
@@ -40,84 +40,92 @@ struct ImageLoader {
     }
 };
 
-// ---- the two products: kBytes of an operand's element, and what an operand's number is, relative to the code's
+// ---- operands: what the number that a product takes is, relative to the code's
 
-struct E4m3Product {
-    static constexpr int kBytes = 1;
-    static constexpr float kUnit = 1.f;
-    DEVICE static void add(float* d, const u32* a, u32 b0, u32 b1) { mma_m16n8k32_e4m3(d, a, b0, b1); }
-    DEVICE static void first(float* d, const u32* a, u32 b0, u32 b1) { mma_m16n8k32_e4m3_first(d, a, b0, b1); }
-    // Register e of an A fragment, from the accumulators of its 32 keys: an image's tokens are in the order in which a thread has those.
-    DEVICE static u32 pack(const float* p, int e) {
-        const float* x = p + e / 2 * 8 + e % 2 * 2;
-        return pack_float8x4<false>(x[0], x[1], x[4], x[5]);
-    }
-};
+// Codes as they are.
+struct CodeOperand { static constexpr float kUnit = 1.f; };
 
-// kHardware: the target converts by itself.
-template <bool kHardware>
-struct Fp16Product : Product16<false> {
-    static constexpr int kBytes = 2;
-    static constexpr float kUnit = kHardware ? 1.f : 0x1p-8f;
-    // The same of 16 keys, whose order is that of their accumulators again: expand() has parted the image's halves of four.
-    DEVICE static u32 pack(const float* p, int e) {
-        const float* x = p + e / 2 * 4 + e % 2 * 2;
-        return pack_pair<false>(x[0], x[1]);
-    }
+// Codes that become fp16. kHardware: the target converts e4m3 by itself.
+template <bool kHardware, bool kE5m2>
+struct Fp16Operand {
+    static constexpr float kUnit = kHardware || kE5m2 ? 1.f : 0x1p-8f;
     // Two codes in the lower half of a word.
     DEVICE static u32 expand(u32 codes) {
-        if constexpr (kHardware) return unpack_e4m3x2(codes);
-        return expand_pair(select_bytes<0x1404>(codes));
+        if constexpr (kHardware && !kE5m2) return unpack_e4m3x2(codes);
+        const u32 upper = select_bytes<0x1404>(codes);   // of each fp16 number, half of it: all of e5m2, NaN and infinities too
+        return kE5m2 ? upper : expand_pair(upper);
     }
-    // Two codes, each in the upper half of an fp16 number, which becomes 2^-8 of what the code is: exact, since fp16's exponent is larger by 8 and
-    // its subnormals are the smaller ones. NaN, the largest magnitude, gets the exponent of one.
+    // Two codes of e4m3, each in the upper half of an fp16 number, which becomes 2^-8 of what the code is: exact, since fp16's exponent is larger by 8
+    // and its subnormals are the smaller ones. NaN, the largest magnitude, gets the exponent of one.
     DEVICE static u32 expand_pair(u32 codes) {
         const u32 magnitudes = codes >> 1 & 0x3f803f80;
         return magnitudes | ((magnitudes + 0x00800080) & 0x40004000) | (codes & 0x80008000);
     }
 };
 
-// ---- e4m3 to fp16
+// ---- the two products
+
+// Of codes: a and b are of e5m2 or else e4m3, probabilities of e4m3.
+template <bool kE5m2A, bool kE5m2B>
+struct CodeProduct {
+    DEVICE static void add(float* d, const u32* a, u32 b0, u32 b1) { mma_m16n8k32<kE5m2A, kE5m2B>(d, a, b0, b1); }
+    DEVICE static void first(float* d, const u32* a, u32 b0, u32 b1) { mma_m16n8k32_first<kE5m2A, kE5m2B>(d, a, b0, b1); }
+    // Register e of an A fragment, from the accumulators of its 32 keys: an image's tokens are in the order in which a thread has those.
+    DEVICE static u32 pack(const float* p, int e) {
+        const float* x = p + e / 2 * 8 + e % 2 * 2;
+        return pack_float8x4<kE5m2A>(x[0], x[1], x[4], x[5]);
+    }
+};
+
+struct Fp16Product : Product16<false> {
+    // The same of 16 keys, whose order is that of their accumulators again: expand() has parted the image's halves of four.
+    DEVICE static u32 pack(const float* p, int e) {
+        const float* x = p + e / 2 * 4 + e % 2 * 2;
+        return pack_pair<false>(x[0], x[1]);
+    }
+};
+
+// ---- codes to fp16
 
 // Codes 0 and 1 of each word, and codes 2 and 3: any order of columns serves that Q and K have both.
-template <class Product>
+template <class Operand>
 DEVICE void expand(const Chunk& codes, Chunk& low, Chunk& high) {
     #pragma unroll
     for (int i = 0; i < 4; i++) {
-        low.word[i] = Product::expand(codes.word[i]);
-        high.word[i] = Product::expand(codes.word[i] >> 16);
+        low.word[i] = Operand::expand(codes.word[i]);
+        high.word[i] = Operand::expand(codes.word[i] >> 16);
     }
 }
 // Chunk `chunk` of a row of codes into a tile of fp16.
-template <class Product, class Layout>
+template <class Operand, class Layout>
 DEVICE void store_expanded(u32 smem, int row, int chunk, const Chunk& codes) {
     Chunk low, high;
-    expand<Product>(codes, low, high);
+    expand<Operand>(codes, low, high);
     st_shared(smem + Layout::chunk_offset(row, 2 * chunk), low);
     st_shared(smem + Layout::chunk_offset(row, 2 * chunk + 1), high);
 }
 // What the thread itself has copied to `codes`; it has waited for it.
-template <class Product, class Layout, int kRows, class Loader>
+template <class Operand, class Layout, int kRows, class Loader>
 DEVICE void expand_rows(u32 smem, u32 codes, const Loader& loader) {
     #pragma unroll
     for (int i = 0; i < kRows / Loader::kRowsPerPass; i++)
-        if (loader.has_chunk()) store_expanded<Product, Layout>(smem, loader.row + i * Loader::kRowsPerPass, loader.chunk, ld_shared_chunk(loader.address(codes, i)));
+        if (loader.has_chunk()) store_expanded<Operand, Layout>(smem, loader.row + i * Loader::kRowsPerPass, loader.chunk, ld_shared_chunk(loader.address(codes, i)));
 }
-template <class Product, class Layout, class Loader>
+template <class Operand, class Layout, class Loader>
 DEVICE void expand_image(u32 smem, u32 codes, const Loader& loader) {
     #pragma unroll
     for (int i = 0; i < Loader::kPasses; i++)
-        if (loader.has(i)) store_expanded<Product, Layout>(smem, loader.row + i * Loader::kRowsPerPass, loader.unit, ld_shared_chunk(loader.address(codes, i)));
+        if (loader.has(i)) store_expanded<Operand, Layout>(smem, loader.row + i * Loader::kRowsPerPass, loader.unit, ld_shared_chunk(loader.address(codes, i)));
 }
 // Rows of codes straight from memory; those from rows_left on become zero, and so do columns behind the head dim, which is 2 * Loader's.
-template <class Product, class Layout, int kRows, int kHeadDim, class Loader>
+template <class Operand, class Layout, int kRows, int kHeadDim, class Loader>
 DEVICE void load_expanded(u32 smem, const unsigned char* source, const GlobalRows& rows, int rows_left, const Loader& loader) {
     #pragma unroll
     for (int i = 0; i < kRows / Loader::kRowsPerPass; i++) {
         const int row = loader.row + i * Loader::kRowsPerPass;
         Chunk codes{};
         if (row < rows_left && loader.chunk * kChunkBytes < kHeadDim) codes = ld_global<Chunk>(source + (i64)(i * Loader::kRowsPerPass) * rows.row_stride + loader.global_offset);
-        if (loader.has_chunk()) store_expanded<Product, Layout>(smem, row, loader.chunk, codes);
+        if (loader.has_chunk()) store_expanded<Operand, Layout>(smem, row, loader.chunk, codes);
     }
 }
 

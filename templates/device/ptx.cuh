@@ -148,16 +148,30 @@ DEVICE void mma_m16n8k16_first(float* d, const u32* a, u32 b0, u32 b1) {
                      : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(0.f));
 }
 
-// d += a * b of 8-bit floats, from sm_89 on (9.7.15.5.10: mma.m16n8k32). a: 16x32 by rows, b: 32x8 by columns, d: 16x8 in fp32. Where the hardware
-// has no such instruction (sm_90, sm_100, sm_103) ptxas converts the operands and takes that of fp16.
-DEVICE void mma_m16n8k32_e4m3(float* d, const u32* a, u32 b0, u32 b1) {
-    asm volatile("mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e4m3.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+// d += a * b of 8-bit floats, from sm_89 on (9.7.15.5.10: mma.m16n8k32), each of e5m2 or else e4m3. a: 16x32 by rows, b: 32x8 by columns, d: 16x8 in
+// fp32. Where the hardware has no such instruction (sm_90, sm_100, sm_103) ptxas converts the operands and takes that of fp16.
+template <bool kE5m2A, bool kE5m2B>
+DEVICE void mma_m16n8k32(float* d, const u32* a, u32 b0, u32 b1) {
+    #define MULTIPLY(types) \
+        asm volatile("mma.sync.aligned.m16n8k32.row.col.f32." types ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};" \
+                     : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1))
+    if constexpr (kE5m2A && kE5m2B) MULTIPLY("e5m2.e5m2");
+    else if constexpr (kE5m2A) MULTIPLY("e5m2.e4m3");
+    else if constexpr (kE5m2B) MULTIPLY("e4m3.e5m2");
+    else MULTIPLY("e4m3.e4m3");
+    #undef MULTIPLY
 }
 // d = a * b.
-DEVICE void mma_m16n8k32_e4m3_first(float* d, const u32* a, u32 b0, u32 b1) {
-    asm volatile("mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e4m3.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%10, %10, %10, %10};"
-                 : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(0.f));
+template <bool kE5m2A, bool kE5m2B>
+DEVICE void mma_m16n8k32_first(float* d, const u32* a, u32 b0, u32 b1) {
+    #define MULTIPLY(types) \
+        asm volatile("mma.sync.aligned.m16n8k32.row.col.f32." types ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%10, %10, %10, %10};" \
+                     : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(0.f))
+    if constexpr (kE5m2A && kE5m2B) MULTIPLY("e5m2.e5m2");
+    else if constexpr (kE5m2A) MULTIPLY("e5m2.e4m3");
+    else if constexpr (kE5m2B) MULTIPLY("e4m3.e5m2");
+    else MULTIPLY("e4m3.e4m3");
+    #undef MULTIPLY
 }
 
 // Two fp32 values as one register of the element type, round to nearest even; `low` goes to the lower half.

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import re
 from concurrent.futures import Future, ProcessPoolExecutor
 from itertools import chain
 
@@ -103,7 +104,7 @@ def test_a_hopper_kernel_uses_its_own_instructions(hopper_problem, compilations)
 
 @pytest.mark.compile
 def test_a_kernel_for_codes_multiplies_what_its_config_says(fp8_problem, compilations):
-    """Codes where the hardware does that; a form of ptxas's own, which converts them, is nowhere."""
+    """Codes of their formats where the hardware does that; a form of ptxas's own, which converts them, is nowhere."""
     compiled = compilations[fp8_problem].result()
     assert compiled.seconds <= HOPPER_SECONDS
     converted, program = kernels.select_config(fp8_problem).converted, find_disassembler()
@@ -111,6 +112,9 @@ def test_a_kernel_for_codes_multiplies_what_its_config_says(fp8_problem, compila
     code = disassemble(program, compiled.cubin) if program else to_ptx(source)
     names = ("QMMA.16832", "HMMA.16816") if program else ("m16n8k32", "m16n8k16")
     assert [name in code for name in names] == [not converted, converted]
+    q, k, v = fp8_problem.formats
+    found = re.findall(r"(?:QMMA\.16832|m16n8k32\.row\.col)\.F32\.(E\dM\d)\.(E\dM\d)", code, re.IGNORECASE)
+    assert {(a.lower(), b.lower()) for a, b in found} == (set() if converted else {(q, k), ("e4m3", v)})
 
 
 def test_the_subset_meets_every_pair():

@@ -1,4 +1,4 @@
-"""Runs the Ampere-style forward kernel for e4m3 inputs on the CPU as the product runs it on a GPU."""
+"""Runs the Ampere-style forward kernel for 8-bit inputs on the CPU as the product runs it on a GPU."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import numpy as np
 
 import cuflash
 from cuflash import kernels
-from cuflash.fp8_layout import padded
+from cuflash.fp8 import Float8
+from cuflash.fp8_layout import ROLES, padded
 from cuflash.fp8_plan import Fp8Call, Fp8Sm80Plan
 from cuflash.fp8_sm80_config import Fp8Sm80Config
 from cuflash.quantized_attention import check_quantized
@@ -29,7 +30,10 @@ LSE_TOLERANCE = 2.0**-11
 
 @dataclass(frozen=True)
 class Fp8Case:
-    """A call. `lengths` are (Nq, Nk), `heads` (Hq, Hk), `dims` (D, Dv); `mean` is added to all of K and V."""
+    """A call. `lengths` are (Nq, Nk), `heads` (Hq, Hk), `dims` (D, Dv); `mean` is added to all of K and V.
+
+    `forms` are the formats of Q, K and V.
+    """
 
     lengths: tuple[int, int]
     dims: tuple[int, int] = (64, 64)
@@ -43,6 +47,7 @@ class Fp8Case:
     mean: float = 1.0
     options: dict[str, Any] = field(default_factory=dict)
     config: Fp8Sm80Config | None = None
+    forms: tuple[Float8, Float8, Float8] = ("float8_e4m3fn",) * 3
 
     def values(self) -> list[np.ndarray]:
         """Normal ones, float32, in the layout."""
@@ -55,7 +60,10 @@ class Fp8Case:
         return [np.ascontiguousarray(x.swapaxes(1, 2)) if self.layout == "bhsd" else x for x in arrays]
 
     def quantized(self, arrays: list[np.ndarray] | None = None) -> tuple[cuflash.QuantizedTensor, ...]:
-        return cuflash.quantize_qkv(*(arrays or self.values()), layout=self.layout, **self.options)
+        operands = zip(arrays or self.values(), ROLES, self.forms, strict=True)
+        return tuple(
+            cuflash.quantize(x, role=role, dtype=form, layout=self.layout, **self.options) for x, role, form in operands
+        )
 
 
 @dataclass(frozen=True)

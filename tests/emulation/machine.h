@@ -52,8 +52,9 @@ void async_wait(int pending_groups);
 
 // ---- warp-wide instructions
 void load_matrix_x4(uint32_t (&r)[4], uint32_t address, bool transposed);
-enum class Element { fp16, bf16, e4m3 };
-void multiply(float* d, const uint32_t* a, uint32_t b0, uint32_t b1, Element element, bool first);   // m16n8k16, of e4m3 m16n8k32
+enum class Element { fp16, bf16, e4m3, e5m2 };
+struct Elements { Element a, b; };
+void multiply(float* d, const uint32_t* a, uint32_t b0, uint32_t b1, Elements elements, bool first);   // m16n8k16, of 8 bits m16n8k32
 bool vote_any(bool predicate);
 float shuffle_xor(float value, int mask);
 
@@ -61,6 +62,6 @@ float shuffle_xor(float value, int mask);
 float from_element(uint16_t bits, bool bf16);
 uint16_t to_element(float value, bool bf16);
 uint8_t to_float8(float value, bool e5m2);   // saturating
-float from_e4m3(uint8_t code);
+float from_float8(uint8_t code, bool e5m2);
 
 }  // namespace emulation

@@ -18,7 +18,7 @@ constexpr int kWarpSize = 32;
 enum class Wait { nothing, load_matrix, multiply, vote, shuffle, warp_barrier, block_barrier };
 
 struct LoadMatrix { uint32_t* r; uint32_t address; bool transposed; };
-struct Multiply { float* d; const uint32_t* a; uint32_t b[2]; Element element; bool first; };
+struct Multiply { float* d; const uint32_t* a; uint32_t b[2]; Elements elements; bool first; };
 struct Vote { bool predicate; bool result; };
 struct Shuffle { float value; int mask; float result; };
 

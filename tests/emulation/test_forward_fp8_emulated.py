@@ -1,4 +1,4 @@
-"""The Ampere-style forward kernel for e4m3 inputs, executed on the CPU by instruction, on what the quantizer makes.
+"""The Ampere-style forward kernel for 8-bit inputs, executed on the CPU by instruction, on what the quantizer makes.
 
 Against float64 on the same codes. Its tensor cores truncate sums of 8-bit products, as far as that was measured.
 """
@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -16,6 +18,7 @@ import cuflash
 from cuflash.arch import ARCHES
 from cuflash.arch.fp8_sm80 import FORWARD
 from cuflash.arch.tuning import Row
+from cuflash.fp8 import E4M3, E5M2, FORMATS, Float8, Format
 from cuflash.fp8_layout import ROLES
 from cuflash.fp8_sm80_config import Fp8Sm80Config
 from cuflash.request import LARGEST_FACTOR, SMALLEST_FACTOR
@@ -94,6 +97,14 @@ def test_calls(arch: str, change: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("arch", TARGETS)
+@pytest.mark.parametrize("forms", list(product(FORMATS, repeat=3))[1:], ids=lambda forms: "-".join(forms))
+def test_formats(arch: str, forms: tuple[Float8, Float8, Float8]) -> None:
+    """Any combination beside e4m3 alone; Q in registers and in shared memory."""
+    base = CODES if ARCHES[arch].multiplies_float8 else CONVERTED
+    check(Fp8Case((70, 270), (48, 64), causal="bottom_right", arch=arch, config=base, forms=forms))
+
+
+@pytest.mark.parametrize("arch", TARGETS)
 def test_tiles_of_very_different_scales(arch: str) -> None:
     """Scales of K and V follow their tiles, by factors of up to 2^90; very large and small ones."""
     case = Fp8Case((70, 1024), (32, 32), (1, 1), causal="top_left", mean=0.0, arch=arch, options={"center": False})
@@ -112,7 +123,7 @@ def test_tiles_of_very_different_scales(arch: str) -> None:
 @pytest.mark.parametrize("arch", TARGETS)
 def test_scales_of_the_caller_are_right_to_the_ends_of_their_range(arch: str) -> None:
     case = Fp8Case((70, 300), (32, 32), (1, 1), mean=0.0, arch=arch)
-    codes = [(16 * x).astype(float8()) for x in case.values()]  # whose scores show, times both ends
+    codes = [(16 * x).astype(ml_dtypes.float8_e4m3fn) for x in case.values()]  # whose scores show, times both ends
     ends = SMALLEST_FACTOR, LARGEST_FACTOR
     for scales in ((*ends, ends[1]), (*ends[::-1], ends[0])):
         q8, k8, v8 = (
@@ -124,32 +135,51 @@ def test_scales_of_the_caller_are_right_to_the_ends_of_their_range(arch: str) ->
 
 
 @pytest.mark.parametrize("arch", TARGETS)
-def test_special_codes(arch: str) -> None:
-    """Every code but NaN, the subnormal ones among them, in every operand."""
+@pytest.mark.parametrize("form", [E4M3, E5M2], ids=lambda form: form.name)
+def test_special_codes(arch: str, form: Format) -> None:
+    """Every finite code, the subnormal ones among them, in every operand."""
     rng = np.random.default_rng(0)
-    case = Fp8Case((128, 256), (64, 64), (1, 1), arch=arch, scale=1e-4)
-    finite = np.delete(np.arange(256, dtype=np.uint8), [0x7F, 0xFF])
-    arrays = []
-    for role, length in (("q", 128), ("k", 256), ("v", 256)):
-        codes = rng.permuted(np.resize(finite, (1, length, 1, 64)), axis=None)
-        x = cuflash.QuantizedTensor.from_float8(codes.view(float8()), 2.0**-8, role=role)  # type: ignore[arg-type]
-        arrays.append(x.to_image() if role == "v" else x)
-    quantized = tuple(arrays)
+    case = Fp8Case((128, 256), (64, 64), (1, 1), arch=arch, scale=1e-4 * (448 / form.largest) ** 2)
+    finite = np.flatnonzero(np.isfinite(form.values())).astype(np.uint8)
+    quantized = tuple(
+        of_codes(rng.permuted(np.resize(finite, (1, length, 1, 64)), axis=None), role, form)
+        for role, length in zip(ROLES, (128, 256, 256), strict=True)
+    )
     assert_right(case, quantized, run(case, quantized))
-    tiny = replace(case, scale=1e4)  # scores of subnormal codes alone
-    small = tuple(replace(x, payload=x.payload & np.uint8(0x87)) for x in quantized)
+    tiny = replace(case, scale=1e4 * 4.0 ** (form.bias - E4M3.bias - 1))  # scores of subnormal codes alone
+    mantissa = np.uint8(0x80 | (1 << form.mantissa_bits) - 1)
+    small = tuple(replace(x, payload=x.payload & mantissa) for x in quantized)
     assert_right(tiny, small, run(tiny, small))
 
 
-def float8() -> Any:
-    import ml_dtypes
-
-    return ml_dtypes.float8_e4m3fn
+def of_codes(codes: np.ndarray, role: Any, form: Format) -> cuflash.QuantizedTensor:
+    """Their numbers times 2^-8."""
+    x = cuflash.QuantizedTensor.from_float8(codes.view(getattr(ml_dtypes, form.name)), 2.0**-8, role=role)
+    return x.to_image() if role == "v" else x
 
 
 @pytest.mark.parametrize("arch", TARGETS)
-def test_non_finite_values_stay_with_the_rows_that_see_them(arch: str) -> None:
-    case = Fp8Case((300, 300), (32, 32), (2, 2), causal="bottom_right", arch=arch)
+def test_infinite_codes(arch: str) -> None:
+    """A key of -inf is hidden, as a mask would; an infinity of V is that of the rows that see it."""
+    case = Fp8Case((128, 256), (32, 32), (1, 1), arch=arch, causal="bottom_right")
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.integers(0x34, 0x40, (1, length, 1, 32), np.uint8) for length in (128, 256, 256))
+    k[:, ::3] |= 0x80
+    k[:, 100], v[0, 200, 0, 5] = 0xFC, 0x7C  # seen by all rows; by those from 72 on
+    operands = tuple(of_codes(x, role, E5M2) for x, role in zip((q, k, v), ROLES, strict=True))
+    found = run(case, operands)
+    assert not found.report.faults
+    out, expected = found.out.view.astype(np.float32), cuflash.attention(*operands, causal=True, out_dtype="float32")
+    assert np.isposinf(out[:, 72:, :, 5]).all() and np.isposinf(expected[:, 72:, :, 5]).all()
+    others = np.delete(out, 5, axis=3)  # of that column, rows that do not see the key may be NaN or not
+    np.testing.assert_allclose(others, np.delete(expected, 5, axis=3), rtol=0.02)
+    np.testing.assert_array_equal(np.isfinite(found.lse.view), True)
+
+
+@pytest.mark.parametrize("arch", TARGETS)
+@pytest.mark.parametrize("form", FORMATS)
+def test_non_finite_values_stay_with_the_rows_that_see_them(arch: str, form: Float8) -> None:
+    case = Fp8Case((300, 300), (32, 32), (2, 2), causal="bottom_right", arch=arch, forms=(form,) * 3)
     for which, bad in ((0, np.nan), (1, -np.inf), (2, np.nan)):
         arrays = case.values()
         arrays[which][0, 150, 1, 3] = bad
@@ -217,7 +247,7 @@ MUTATIONS = {
     "a scale of the first tile": ("", "kv_head * p.k_tiles + n0 / kTile)", "kv_head * p.k_tiles)"),
     "a scale of the first queries": ("", "p.q_tiles + m0 / kTile", "p.q_tiles"),
     "units forgotten": ("", "unit * rcp_approx(v_scale)", "1.f"),
-    "the last unit forgotten": ("", "(unit / Product::kUnit)", "(1.f / Product::kUnit)"),
+    "the last unit forgotten": ("", "(unit / OperandV::kUnit)", "(1.f / OperandV::kUnit)"),
     "the mean forgotten": ("", "mean.value[j % 2]", "0.f"),
     "the shift forgotten": ("", "shifted ? lse[r] +", "shifted ? lse[r] + 0.f *"),
     "every head its own mean": ("", "(const float*)p.v_mean + (i64)kv_head * kHeadDimV", "(const float*)p.v_mean"),
@@ -233,11 +263,30 @@ CONVERTING = {
     "no barrier behind the conversion": ("", "v_loader);\n            cta_sync();", "v_loader);"),
     "signs lost": (HEADER, " | (codes & 0x80008000)", ""),
     "half an exponent": (HEADER, "codes >> 1 & 0x3f803f80", "codes >> 1 & 0x1f801f80"),
-    "the unit of K forgotten": ("", "k_scale / Product::kUnit", "k_scale"),
+    "the unit of K forgotten": ("", "k_scale / OperandK::kUnit", "k_scale"),
     "P in another order": (HEADER, "e / 2 * 4 + e % 2 * 2", "e / 2 * 2 + e % 2 * 4"),
     "output not corrected": (HEADER, "* carry[w][e / 2]", ""),
     "rows beyond the end": (HEADER, "row < rows_left && ", ""),
 }
+MIXED: dict[str, tuple[str, tuple[str, str, str]]] = {
+    "Q and K exchanged": ("sm_89", ("", "CodeProduct<kE5m2Q, kE5m2K>", "CodeProduct<kE5m2K, kE5m2Q>")),
+    "P in V's format": ("sm_89", ("", "CodeProduct<false, kE5m2V>", "CodeProduct<kE5m2V, kE5m2V>")),
+    "V in P's format": ("sm_89", ("", "CodeProduct<false, kE5m2V>", "CodeProduct<false, false>")),
+    "Q converted as K": ("sm_80", ("", "load_expanded<OperandQ, ", "load_expanded<OperandK, ")),
+    "K converted as Q": ("sm_80", ("", "expand_rows<OperandK, ", "expand_rows<OperandQ, ")),
+    "V converted as K": ("sm_80", ("", "expand_image<OperandV, ", "expand_image<OperandK, ")),
+    "V of e5m2 by the instruction for e4m3": ("sm_100", (HEADER, "kHardware && !kE5m2", "kHardware")),
+    "the unit of Q for K": ("sm_80", ("", "k_scale / OperandK::kUnit", "k_scale / OperandQ::kUnit")),
+    "the unit of K for Q": ("sm_80", ("", "/ OperandQ::kUnit * p.scale_log2", "/ OperandK::kUnit * p.scale_log2")),
+    "the unit of K for V": ("sm_80", ("", "unit / OperandV::kUnit", "unit / OperandK::kUnit")),
+}
+"""With Q and V of e5m2 and K of e4m3: by the target that shows it."""
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_a_wrong_format_is_seen(name: str) -> None:
+    arch, mutation = MIXED[name]
+    assert_seen(Mutation(*mutation), replace(LONG, arch=arch, forms=(E5M2.name, E4M3.name, E5M2.name)))
 
 
 @pytest.mark.parametrize("name", MUTATIONS)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+from itertools import product
 
 import ml_dtypes
 import numpy as np
 import pytest
 
+from cuflash.fp8 import E4M3, E5M2, FORMATS, Format
 from cuflash.kernels import select_config
 from cuflash.problem import AttentionProblem
 from cuflash.render import Source, render, template_root
@@ -148,46 +150,64 @@ def test_matrix_product(transposed: bool, bf16: bool, timing: Timing) -> None:
     np.testing.assert_allclose(out.view.reshape(16, 8), expected, atol=1e-5)
 
 
-def test_matrix_product_of_float8() -> None:
-    """A B + A B of all sizes of e4m3: each sum loses what lies 13 bits below its largest product, and no more."""
-    kind = np.dtype(ml_dtypes.float8_e4m3fn)
+@pytest.mark.parametrize(
+    "forms", list(product(FORMATS.values(), repeat=2)), ids=lambda forms: f"{forms[0].name}-{forms[1].name}"
+)
+def test_matrix_product_of_float8(forms: tuple[Format, Format]) -> None:
+    """A B + A B of numbers of all sizes: each sum loses what lies 13 bits below its largest product, and no more."""
     rng = np.random.default_rng(3)
-    a, b = (rng.integers(0, 0x7F, shape).astype(np.uint8) for shape in ((16, 32), (8, 32)))  # b by columns
+    finite = [np.isfinite(form.values()[:0x80]).sum() for form in forms]
+    a, b = (
+        rng.integers(0, count, (rows, 32)).astype(np.uint8) for rows, count in zip((16, 8), finite, strict=True)
+    )  # b by columns
     a |= rng.integers(0, 2, a.shape, np.uint8) << 7
     memory = np.zeros(96 * 16, np.uint8)
     memory[:512] = a.reshape(16, 2, 16).transpose(1, 0, 2).ravel()
     memory[512:768] = b.reshape(8, 2, 16).transpose(1, 0, 2).ravel()
+    flags = ", ".join(str(form.name == "float8_e5m2").lower() for form in forms)
     given, out = words(memory), blank(128)
     body = f"""{COPY_IN}
     if (warp == 0) {{
         u32 a[4], b[4]; float d[4];
         ldmatrix_x4(a, smem + lane * 16);
         ldmatrix_x4(b, smem + 512 + lane * 16);
-        mma_m16n8k32_e4m3_first(d, a, b[0], b[1]);
-        mma_m16n8k32_e4m3(d, a, b[0], b[1]);
+        mma_m16n8k32_first<{flags}>(d, a, b[0], b[1]);
+        mma_m16n8k32<{flags}>(d, a, b[0], b[1]);
         for (int i = 0; i < 4; i++)
             st_global(p.out + 4 * (8 * (lane / 4 + 8 * (i / 2)) + 2 * (lane % 4) + i % 2), d[i]);
     }}"""
     assert not probe(body, given, out).faults
-    products = a.view(kind).astype(np.float64)[:, None] * b.view(kind).astype(np.float64)
+    values_a, values_b = (form.values().astype(np.float64)[codes] for form, codes in zip(forms, (a, b), strict=True))
+    products = values_a[:, None] * values_b
     error = np.abs(out.view.reshape(16, 8) - 2 * products.sum(axis=2))
     size = np.abs(np.concatenate([products, products.sum(axis=2, keepdims=True)], axis=2)).max(axis=2)
     assert (error <= 2 * 33 * 2.0**-13 * size).all() and (error > 2.0**-13 * size).any()
 
 
-@pytest.mark.parametrize("call", ["unpack_e4m3x2(t | t + 64 << 8)", "Fp16Product<false>::expand(t | t + 64 << 8)"])
-def test_float8_as_fp16(call: str) -> None:
-    """All codes, by the instruction and by the arithmetic in its place, which keeps 2^-8 of them."""
+OPERANDS = {
+    "<true, false>": (E4M3, 1.0),
+    "<false, false>": (E4M3, 2.0**-8),
+    "<true, true>": (E5M2, 1.0),
+    "<false, true>": (E5M2, 1.0),
+}
+"""How codes become fp16: by an instruction or by arithmetic in its place; their format; the unit of the result."""
+
+
+@pytest.mark.parametrize("kind", OPERANDS)
+def test_float8_as_fp16(kind: str) -> None:
+    """All codes, NaN and infinities among them."""
+    form, unit = OPERANDS[kind]
     outs = blank(64), blank(64)
     for half, out in enumerate(outs):
-        shifted = call.replace("t |", f"{128 * half} + t |").replace("t + 64", f"t + {128 * half + 64}")
-        body = f"st_global(p.out + 4 * t, {shifted});"
+        body = f"""
+        using Operand = Fp16Operand{kind};
+        const u32 codes = {128 * half} + t | t + {128 * half + 64} << 8;
+        if (Operand::kUnit == {unit}f) st_global(p.out + 4 * t, Operand::expand(codes));"""
         header = '#include "device/products_fp8.cuh"\n'
         assert not probe(body, words(np.zeros(4, np.float32)), out, before=SOFTMAX + header).faults
     pairs = np.concatenate([out.view.view(np.float16).reshape(64, 2).T.ravel() for out in outs])
-    values = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
-    unit = 1 if "unpack" in call else 2.0**-8
-    np.testing.assert_array_equal(pairs.astype(np.float32), values * np.float32(unit))
+    np.testing.assert_array_equal(pairs.astype(np.float32), form.values() * np.float32(unit))
+    assert (np.isnan(pairs) | (np.signbit(pairs) == (np.arange(256) >= 128))).all()
 
 
 def test_votes_and_quads() -> None:

@@ -161,7 +161,7 @@ def test_the_emulator_sees_missing_barriers(ignored: str) -> None:
         ("quantize", "own.row < ticket.rows();", "own.row < kTile;"),
         ("quantize", "(first ^ i * 16)", "first"),
         ("quantize", "piece.token % 16 / 2 * 4", "piece.token % 16 / 2 * 4 % 8"),
-        ("quantize", "scale * unit", "scale"),
+        ("quantize", "scale * kUnit", "scale"),
         ("quantize", "-over, x[i + e]", "-1.f, x[i + e]"),
         ("quantize", "(i64)batch * heads.divisor + head", "(i64)batch * heads.divisor + tile"),
         ("quantize", "if (is_v(turn) || kStages == 1) cta_sync()", "if (kStages == 1) cta_sync()"),
@@ -171,8 +171,10 @@ def test_the_emulator_sees_missing_barriers(ignored: str) -> None:
         ("quantize", "if (index(turn) >= p.k_begin) grid_dependency_wait();", ""),
         ("quantize", "if (index(turn) >= p.k_begin)", "if (index(turn) >= p.v_begin)"),
         ("quantize_means", "distance / 2 + (step", "(step"),
-        ("quantize_means", "half = kGroups / 2", "half = kGroups / 4"),
-        ("quantize_means", "? -mean : mean", "? mean : mean"),
+        ("quantize_means", "half = kWarps / 2", "half = kWarps / 4"),
+        ("quantize_means", "mask = 16; mask >= kLanes", "mask = 16; mask > kLanes"),
+        ("quantize_means", "x = -x", "x = x"),
+        ("quantize_means", "cta_sync();   // who still reads", ""),
     ],
 )
 def test_wrong_kernels_are_seen(kernel: str, old: str, new: str) -> None:
@@ -191,3 +193,24 @@ def test_blocks_that_need_no_means_wait_for_them_all_the_same() -> None:
     wrong = Mutation("", "grid_dependency_wait();   // whatever follows", "//")
     report = run(case, case.tensors(case.values()), mutation=wrong)
     assert set(report.faults) == {"end before the kernel before is done"}
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("inside ^ 2 * inside", "2 * inside"),
+        ("first ^ parts;", "first ^ 1;"),
+        ("first & 1 ?", "first < 0 ?"),
+        ("first & 2 * distance ?", "first < 0 ?"),
+        ("part < taking) sum_and", "true) sum_and"),
+        ("norm = hadamard_norm(size) / hadamard_unit(kHeadDim)", "norm = 1.f"),
+    ],
+)
+def test_wrong_rotations_are_seen(old: str, new: str) -> None:
+    """At head dim 192: two parts of a row exchange columns, a third one has a block of its own, the fourth none."""
+    case = QuantizeCase((130, 130), (192, 64), roles="q", seed=1)
+    tensors = case.tensors(case.values())
+    report = run(case, tensors, mutation=Mutation("device/float8.cuh", old, new), mutated="quantize")
+    if not report.faults:
+        with pytest.raises(AssertionError):
+            assert_as_numpy(case, tensors)

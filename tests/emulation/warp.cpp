@@ -38,10 +38,12 @@ void load_matrix(Lanes lanes) {
     }
 }
 
+bool is_float8(Element element) { return element == Element::e4m3 || element == Element::e5m2; }
+
 // The elements of a register.
 void unpack(float* to, uint32_t word, Element element) {
-    if (element == Element::e4m3) {
-        for (int i = 0; i < 4; i++) to[i] = from_e4m3(word >> 8 * i & 0xff);
+    if (is_float8(element)) {
+        for (int i = 0; i < 4; i++) to[i] = from_float8(word >> 8 * i & 0xff, element == Element::e5m2);
     } else {
         for (int i = 0; i < 2; i++) to[i] = from_element(word >> 16 * i & 0xffff, element == Element::bf16);
     }
@@ -67,21 +69,22 @@ float truncating_sum(float sum, const float* products, int count) {
 // specified.
 void multiply(Lanes lanes) {
     machine.counts["mma"]++;
-    const Element element = of<Multiply>(lanes[0]).element;
-    const int each = element == Element::e4m3 ? 4 : 2, depth = 8 * each;   // elements of a register; of a row of A
+    const Elements elements = of<Multiply>(lanes[0]).elements;
+    const bool float8 = is_float8(elements.a);   // and so those of b
+    const int each = float8 ? 4 : 2, depth = 8 * each;   // elements of a register; of a row of A
     float a[16][32], b[8][32], d[16][8];   // b by columns
     for (int lane = 0; lane < kWarpSize; lane++) {
         const Multiply& o = of<Multiply>(lanes[lane]);
         const int group = lane / 4, first = each * (lane % 4);
-        for (int i = 0; i < 4; i++) unpack(&a[group + 8 * (i & 1)][first + 4 * each * (i >> 1)], o.a[i], element);
-        for (int i = 0; i < 2; i++) unpack(&b[group][first + 4 * each * i], o.b[i], element);
+        for (int i = 0; i < 4; i++) unpack(&a[group + 8 * (i & 1)][first + 4 * each * (i >> 1)], o.a[i], elements.a);
+        for (int i = 0; i < 2; i++) unpack(&b[group][first + 4 * each * i], o.b[i], elements.b);
         for (int i = 0; i < 4; i++) d[group + 8 * (i >> 1)][2 * (lane % 4) + (i & 1)] = o.first ? 0.f : o.d[i];
     }
     for (int row = 0; row < 16; row++)
         for (int column = 0; column < 8; column++) {
             float products[32];
             for (int k = 0; k < depth; k++) products[k] = a[row][k] * b[column][k];
-            if (element == Element::e4m3) d[row][column] = truncating_sum(d[row][column], products, depth);
+            if (float8) d[row][column] = truncating_sum(d[row][column], products, depth);
             else for (int k = 0; k < depth; k++) d[row][column] += products[k];
         }
     for (int lane = 0; lane < kWarpSize; lane++)
@@ -158,9 +161,12 @@ uint8_t to_float8(float value, bool e5m2) {
     return (uint8_t)((std::signbit(value) ? 0x80 : 0) | (((exponent + bias - 1) << mantissa) + units));
 }
 
-float from_e4m3(uint8_t code) {
-    const int exponent = code >> 3 & 15, mantissa = code & 7;
-    const float magnitude = (code & 0x7f) == 0x7f ? NAN : exponent ? ldexpf((float)(8 + mantissa), exponent - 10) : ldexpf((float)mantissa, -9);
+float from_float8(uint8_t code, bool e5m2) {
+    const int bits = e5m2 ? 2 : 3, bias = e5m2 ? 15 : 7;   // of the mantissa
+    const int exponent = (code & 0x7f) >> bits, mantissa = code & ((1 << bits) - 1);
+    float magnitude = ldexpf((float)(exponent ? (1 << bits) + mantissa : mantissa), (exponent ? exponent : 1) - bias - bits);
+    if (e5m2 && exponent == 31) magnitude = mantissa ? NAN : INFINITY;
+    if (!e5m2 && (code & 0x7f) == 0x7f) magnitude = NAN;
     return code >> 7 ? -magnitude : magnitude;
 }
 
@@ -180,8 +186,8 @@ void load_matrix_x4(uint32_t (&r)[4], uint32_t address, bool transposed) {
     arrive(Wait::load_matrix, &o);
 }
 
-void multiply(float* d, const uint32_t* a, uint32_t b0, uint32_t b1, Element element, bool first) {
-    Multiply o{d, a, {b0, b1}, element, first};
+void multiply(float* d, const uint32_t* a, uint32_t b0, uint32_t b1, Elements elements, bool first) {
+    Multiply o{d, a, {b0, b1}, elements, first};
     arrive(Wait::multiply, &o);
 }
 

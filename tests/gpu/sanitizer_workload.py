@@ -41,6 +41,9 @@ LENGTHS = ((1, 1), (65, 63), (130, 131), (200, 70), (70, 200))
 HOPPER_DIMS = ((8, 8), (40, 72), (64, 64), (96, 96), (64, 256), (128, 128), (192, 128), (192, 192), (256, 256))
 """(D, Dv): each row of the tuning table, and dims that fill no chunk of 64 or end in the middle of one."""
 
+FP8_DIMS = ((8, 8), (40, 72), (64, 64), (128, 128), (192, 128), (256, 256))
+"""(D, Dv): each row of the tuning tables of 8-bit operands, and dims that are padded."""
+
 BACKWARD_DIMS = (
     (1, 1), (8, 8), (31, 31), (40, 72), (64, 64), (64, 256), (96, 96), (112, 112), (128, 128), (192, 128), (256, 64),
     (256, 256),
@@ -113,6 +116,15 @@ def _hopper_inputs() -> Iterator[Call]:
     yield draw_qkv((sm90.SHORT + 76, 1100), (4, 2), (64, 64), "bfloat16", batch=8), {"causal": True, "return_lse": True}
 
 
+def _fp8_calls() -> Iterator[Call]:
+    """Quantized on the way, with both ways to sum the output."""
+    for index, dims in enumerate(FP8_DIMS):
+        for nth, lengths in enumerate(LENGTHS):
+            arrays = draw_qkv(lengths, (3, 1), dims, DTYPES[nth % 2], batch=2)
+            precision = ("fp8", "fp8-fast")[(index + nth) % 2]
+            yield arrays, {"causal": CAUSAL[(index + nth) % 3], "return_lse": nth % 2 == 0, "precision": precision}
+
+
 def _backward_calls() -> Iterator[Call]:
     """Of either family, which may refuse some; ``form`` is what becomes of all arrays of the call."""
     for nth, (arrays, options) in enumerate(_main_calls(BACKWARD_DIMS)):
@@ -165,6 +177,8 @@ def _explain(family: str, arrays: tuple[Array, ...], options: dict[str, Any]) ->
 CALLS = {
     "forward_sm80": _ampere_calls,
     "forward_sm90": _hopper_calls,
+    "forward_fp8_sm80": _fp8_calls,
+    "forward_fp8_sm90": _fp8_calls,
     "backward_sm80": _backward_calls,
     "backward_sm90": _backward_calls,
 }

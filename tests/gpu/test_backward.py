@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import cuflash
+from cuflash import backward_kernels, jit
 from tests.gpu.backward_calls import Call, check, config_for, draw, finish, judge_gradients
 from tests.gpu.support import (
     CAUSAL,
@@ -62,6 +63,24 @@ def test_tile_edges(d: int, causal: Any) -> None:
 def test_groups(heads: tuple[int, int], deterministic: bool) -> None:
     """dK and dV are sums over the query heads of a group; batches differ."""
     check(draw((150, 270), heads, (64, 64), batch=3, causal=True, dlse=True), deterministic=deterministic)
+
+
+@pytest.mark.parametrize("waves", [0, 0.15, 8])
+@pytest.mark.parametrize("dims", [(64, 40), (128, 128), (192, 128), (256, 72)], ids=str)
+def test_blocks_that_share_a_group(monkeypatch: pytest.MonkeyPatch, dims: tuple[int, int], waves: float) -> None:
+    """All query heads in one block, some in each, or one in each; the same bits of dK and dV every time.
+
+    Key tiles that no query sees are joined, too.
+    """
+    monkeypatch.setattr(backward_kernels, "FEWEST_WAVES", waves)
+    jit.BACKWARD_PLANS.clear()
+    call = draw((200, 470), (12, 2), dims, causal="top_left", dlse=True)
+    check(call)
+    first = call.run(deterministic=True)
+    for _ in range(20):
+        for again, right in zip(call.run(deterministic=True), first, strict=True):
+            assert (again.view(np.uint16) == right.view(np.uint16)).all()
+    jit.BACKWARD_PLANS.clear()
 
 
 @pytest.mark.parametrize("d", MAIN_HEAD_DIMS)
@@ -350,7 +369,7 @@ def test_torch_agrees() -> None:
 
 
 def test_the_workspace_is_one_dq_in_float32() -> None:
-    """What a call allocates beside the gradients: the sums of dQ, 8 bytes a row, and the turns."""
+    """What a call allocates beside the gradients: the sums of dQ, 8 bytes a row, the turns; those of dK and dV."""
     import cupy as cp
 
     call = draw((2048, 2048), (8, 2), (128, 128))
@@ -361,4 +380,5 @@ def test_the_workspace_is_one_dq_in_float32() -> None:
     before = pool.total_bytes()
     call.run(grads=grads, deterministic=True)
     rows = 2048 * 8
-    assert pool.total_bytes() - before <= rows * 128 * 4 + rows * 8 + rows // 32 * 4 + 1024
+    shared = 2048 * 2 * (128 + 128) * 4
+    assert pool.total_bytes() - before <= rows * 128 * 4 + rows * 8 + rows // 32 * 4 + shared + 1024

@@ -1,8 +1,8 @@
-"""Attention of 8-bit arrays with the caller's scales on Hopper GPUs, against float64 on what the codes stand for."""
+"""Attention of 8-bit arrays with the caller's scales, against float64 on what the codes stand for."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,14 +13,14 @@ import pytest
 import cuflash
 from cuflash.fp8 import FORMATS
 from cuflash.fp8_layout import TILE
-from tests.gpu.support import CAUSAL, Array, assert_same_bits, poison_pool, require_hopper, swap_layout, to_host
+from tests.gpu.float8_products import PRODUCTS, kernels_of
+from tests.gpu.support import CAUSAL, Array, assert_same_bits, poison_pool, swap_layout, target, to_host
 from tests.gpu.test_fp8 import SCORE_ROUNDING, Real, rounding_probabilities
 from tests.oracle import judge, oracle
 
 pytestmark = pytest.mark.gpu
 
 E4M3, E5M2 = FORMATS
-OPTIONS: dict[str, Any] = {"return_lse": True, "arch": "sm_90"}
 
 
 class Case(NamedTuple):
@@ -64,19 +64,18 @@ CASES = (
 )
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _compiled_ahead(shared_cache: Path) -> None:
-    """The kernels of this file, in processes."""
-    from cuflash.build import build
+@pytest.fixture(scope="module", autouse=True, params=PRODUCTS)
+def kind(request: pytest.FixtureRequest, shared_cache: Path) -> Iterator[str]:
+    """Kernels of one kind, for all of this file."""
+    with kernels_of(request, shared_cache, _explained) as name:
+        yield name
 
-    require_hopper()
-    jobs = {}
+
+def _explained() -> Iterator[Any]:
+    """What most tests below take."""
     for case in (*CASES, Case((2, 2), (1, 1), (64, 64)), Case((2, 2), (1, 1), (128, 128))):
         for causal in CAUSAL[:2]:
-            explained = cuflash.explain(*case.arrays(), causal=causal, **OPTIONS)
-            jobs.update({kernel.problem: kernel.config for kernel in explained.kernels})
-    failed = [built for built in build(list(jobs.items()), shared_cache / "cuflash") if built.error]
-    assert not failed, "\n".join(f"{built.symbol}: {built.error}" for built in failed)
+            yield cuflash.explain(*case.arrays(), causal=causal, return_lse=True, arch=target())
 
 
 def to_gpu(x: Any) -> Any:

@@ -6,21 +6,18 @@ The baseline of errors is an ordinary implementation that rounds the probabiliti
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import ml_dtypes
 import numpy as np
 import pytest
 
 import cuflash
-from cuflash import jit, kernels
-from cuflash.arch import fp8_sm80
+from cuflash import kernels
 from cuflash.reference import oracle
 from tests.fp8 import Real, rounding_probabilities
+from tests.gpu.float8_products import PRODUCTS, kernels_of
 from tests.gpu.support import (
     CAUSAL,
     Array,
@@ -61,53 +58,24 @@ SCORE_ROUNDING = 2.0**-11
 """What tensor cores leave of a sum of products of 8-bit numbers, relative to the sum of their magnitudes, at most."""
 
 
-PRODUCTS = {"wgmma": "sm_90a", "fp16 by mma.sync": "sm_90", "codes by mma.sync": "sm_89"}
-"""What is tested on a Hopper GPU, and the target whose configs it has; elsewhere the device's own kernels are."""
-
-
-@contextmanager
-def products(name: str) -> Iterator[None]:
-    """Inside, calls of 8-bit operands take kernels of this kind."""
-    if name == "wgmma":
-        yield
-        return
-    config_for, arch = fp8_sm80.forward_config, PRODUCTS[name]
-    configs = mock.patch.object(fp8_sm80, "forward_config", lambda problem: config_for(replace(problem, arch=arch)))
-    code, loaded = (mock.patch.dict(table, clear=True) for table in (jit._code, jit._loaded))
-    with configs, code, loaded, kernels.use_family("forward_fp8_sm80"):
-        yield
-
-
 @pytest.fixture(scope="module", autouse=True, params=PRODUCTS)
 def kind(request: pytest.FixtureRequest, shared_cache: Path) -> Iterator[str]:
-    """Kernels of one kind, those of this file compiled in processes: one after the other they would take a minute."""
-    if request.config.getoption("--family"):
-        pytest.skip("GPU test: of kernels that are no part of a run with --family")
-    if target() not in kernels.TMA_TARGETS and request.param != "wgmma":
-        pytest.skip("GPU test: of the kernels that Hopper GPUs have beside those of the device")
-    with products(request.param):
-        _compile_ahead(shared_cache / "cuflash")
-        yield request.param
+    """Kernels of one kind, for all of this file."""
+    with kernels_of(request, shared_cache, _explained) as name:
+        yield name
 
 
-def _compile_ahead(cache: Path) -> None:
-    from cuflash.build import build
-
-    jobs = {}
+def _explained() -> Iterator[Any]:
+    """What the tests below take."""
     for index, case in enumerate(CASES):
         for causal in CAUSAL[:2]:
             arrays = host_qkv(*case, dtype=_dtype_of(index))
-            options = {"causal": causal, "return_lse": True, "precision": "fp8", "arch": target()}
-            explained = cuflash.explain(*arrays, **options)
-            jobs.update({kernel.problem: kernel.config for kernel in explained.kernels})
-    for dim in (64, 128, 256):  # what the tests below take beside these
+            yield cuflash.explain(*arrays, causal=causal, return_lse=True, precision="fp8", arch=target())
+    for dim in (64, 128, 256):
+        options: dict[str, Any]
         for options in ({"out_dtype": "float16"}, {"causal": True}):
-            explained = cuflash.explain(
-                *host_qkv((2, 2), (2, 2), (dim, dim), "bfloat16"), precision="fp8", arch=target(), **options
-            )
-            jobs.update({kernel.problem: kernel.config for kernel in explained.kernels})
-    failed = [built for built in build(list(jobs.items()), cache) if built.error]
-    assert not failed, "\n".join(f"{built.symbol}: {built.error}" for built in failed)
+            arrays = host_qkv((2, 2), (2, 2), (dim, dim), "bfloat16")
+            yield cuflash.explain(*arrays, precision="fp8", arch=target(), **options)
 
 
 def _dtype_of(index: int) -> str:
@@ -341,8 +309,10 @@ def test_values_with_a_mean_that_is_not_subtracted(keys: int, dim: int, kind: st
 
 
 @pytest.mark.parametrize("dim", [64, 128])
-def test_what_fast_calls_give_up(dim: int) -> None:
-    """Nothing where V is centred; of a mean that is left, what the documentation says."""
+def test_what_fast_calls_give_up(dim: int, kind: str) -> None:
+    """Nothing where V is centred; of a mean that is left, what the documentation says of Hopper's ``wgmma``."""
+    if kind != "wgmma" or target() not in kernels.TMA_TARGETS:
+        pytest.skip("GPU test: of sums that only wgmma truncates so")
     q, k, v = normal(512, 4096, 2, dim, 6)
     rmse, bias = errors_of([q, k, v + 1], "fp8-fast")
     assert rmse <= 1.6e-3 and abs(bias) <= 3e-3

@@ -88,16 +88,19 @@ def run_rows(launch: Launch) -> None:
     sums[...] = 0
     if p["turns"]:
         _view(p["turns"], (launch.grid[0],), (4,), np.int32)[...] = 0
+    if p["counted"]:
+        _view(p["counts"], (p["counted"],), (4,), np.int32)[...] = 0
 
 
 def run_main(launch: Launch) -> None:
     p, config = launch.params, launch.loaded.config
     assert isinstance(config, MainConfig)
-    nq, nk, (_, _, heads) = p["seqlen_q"], p["seqlen_k"], p["heads"]
-    batch, group = p["batch_heads"] // heads, p["group"]
-    assert p["heads_q"] == heads * group
+    nq, nk, shares = p["seqlen_q"], p["seqlen_k"], _shares(launch)
+    heads, group = p["heads"][2] // shares, p["group"] * shares
+    batch = p["batch_heads"] // (heads * shares)
+    assert p["heads_q"] == heads * group and p["batch_heads"] == batch * heads * shares
     assert p["m_tiles"] == -(-nq // config.block_m) and p["n_tiles"] == -(-nk // config.block_n)
-    _check_order(launch, heads * batch)
+    _check_order(launch, p["batch_heads"])
     q, dout = (_tensor(launch, name, batch, nq, p["heads_q"]).astype(np.float64) for name in ("q", "dout"))
     k, v = (_tensor(launch, name, batch, nk, heads).astype(np.float64) for name in ("k", "v"))
     dk, dv = (_tensor(launch, name, batch, nk, heads) for name in ("dk", "dv"))
@@ -115,6 +118,21 @@ def run_main(launch: Launch) -> None:
             total_k += ds.T @ q[b, i]
             sums[b * p["heads_q"] + i, :nq, : k.shape[3]] += ds @ k[b, h]
         dk[b, h], dv[b, h] = p["scale"] * total_k, total_v
+
+
+def _shares(launch: Launch) -> int:
+    """Blocks that have some query heads each of a key tile; their counts are clear, and their sums are there."""
+    p, config = launch.params, launch.loaded.config
+    if not isinstance(config, HopperConfig):
+        return 1
+    shares: int = p["shares"][2]
+    assert bool(p["counts"]) == bool(p["kv_sums"]) == (shares > 1)
+    if shares > 1:
+        tiles = p["batch_heads"] // shares * p["n_tiles"]
+        assert not _view(p["counts"], (2 * tiles,), (4,), np.int32).any() and p["kv_sums"] % 16 == 0
+        sums = _view(p["kv_sums"], (tiles * config.kv_sums(launch.loaded.problem),), (4,), np.float32)
+        sums[...] = np.nan
+    return shares
 
 
 def _check_order(launch: Launch, heads: int) -> None:

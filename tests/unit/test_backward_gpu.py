@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Iterator
 from typing import Any
@@ -215,13 +216,41 @@ def test_the_workspace_keeps_its_bound(deterministic: bool) -> None:
     layout = Workspace.of(padded_rows=64 * 32, head_dim=100, deterministic=deterministic)
     sums = 64 * 32 * 112 * 4
     assert layout.rows == sums and layout.size == sums + 64 * 32 * 8 + (64 * 4 if deterministic else 0)
-    assert (layout.turns is None) != deterministic
+    assert (layout.turns is None) != deterministic and layout.counts is layout.kv_sums is None
+    shared = Workspace.of(64 * 32, 100, deterministic, shared_tiles=5, tile_sums=128 * (112 + 64))
+    assert shared.kv_sums == layout.size and shared.counts == layout.size + 5 * 128 * (112 + 64) * 4
+    assert shared.size == shared.counts + 5 * 2 * 4
     assert layout.floats * 4 >= layout.size + backward_plan.WORKSPACE_ALIGN - 4
 
 
 def test_every_block_fits_the_argument_buffer() -> None:
     for block in (BACKWARD_ROWS, BACKWARD_SM80, BACKWARD_DQ, params.FORWARD_SM80, params.FORWARD_SM90):
         assert block.size <= jit.BUFFER_BYTES
+
+
+@pytest.mark.parametrize("dims", [(64, 32), (128, 128), (192, 128)])
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize(("multiprocessors", "shares"), [(4, 1), (8, 2), (12, 3), (100, 6)])
+def test_blocks_share_the_query_heads_of_few_key_tiles(
+    gpu: FakeGpu, dims: tuple[int, int], deterministic: bool, multiprocessors: int, shares: int
+) -> None:
+    """As few blocks as fill the device some times, with query heads alike."""
+    gpu.multiprocessors = multiprocessors
+    arrays = draw((40, 500 if dims[0] > 128 else 1000), (6, 1), dims, causal=True)  # 8 key tiles
+    arrays = {name: x[:1] for name, x in arrays.items()}
+    check(gpu, arrays, True, deterministic=deterministic)
+    main = gpu.launches[1].params
+    assert main["shares"][2] == shares and main["group"] * shares == 6 and main["batch_heads"] == shares
+
+
+def test_shares_are_divisors_of_the_group() -> None:
+    p = problem(d=64)
+    hopper = kernels.select_config(dataclasses.replace(p, arch="sm_90a"))
+    cases = (4, 1, 4), (4, 66, 4), (4, 131, 4), (4, 132, 2), (4, 263, 2), (4, 264, 1), (7, 263, 7), (1, 1, 1)
+    for group, n_tiles, expected in cases:
+        sizes = group, group, 512, 128 * n_tiles
+        assert backward_grid(p, hopper, sizes, 132, False).shares == expected  # type: ignore[arg-type]
+        assert backward_grid(p, kernels.select_config(p), sizes, 132, False).shares == 1  # type: ignore[arg-type]
 
 
 def problem(mask: str = "full", d: int = 128) -> AttentionProblem:

@@ -552,21 +552,17 @@ def test_refused_on_a_gpu(gpu: FakeGpu) -> None:
 
 @pytest.mark.parametrize("capability", [(8, 0), (8, 9), (10, 0), (12, 0)])
 def test_other_gpus(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> None:
-    """The same operands, prepared by the same kernel; e5m2 is for Hopper."""
+    """The same operands, prepared by the same kernel, in any combination of formats."""
     gpu = fake_gpu.install(monkeypatch, capability=capability)
-    for dims in ((64, 48), (33, 70)):
-        arrays = draw(dims=dims)
+    for dims, forms in product(((64, 48), (33, 70)), product((E4M3, E5M2), repeat=3)):
+        arrays = draw(dims=dims, forms=forms)
         both(gpu, arrays, scales_of(arrays, (3, 2, "number")), causal=True)
         assert [launch.loaded.config.family for launch in gpu.launches[-2:]] == ["prepare", "forward_fp8_sm80"]
-    count = len(gpu.launches)
-    for forms in ((E5M2, E4M3, E4M3), (E4M3, E5M2, E4M3), (E4M3, E4M3, E5M2)):
-        operands = [gpu.array(x) for x in draw(forms=forms)]
-        for call in (cuflash.attention, cuflash.warmup):
-            with pytest.raises(cuflash.UnsupportedError, match="has dtype float8_e5m2; the kernels for sm_"):
-                call(*operands)
-        assert cuflash.explain(*operands).rule == "UnsupportedError"
-        assert cuflash.explain(*draw(forms=forms), arch="sm_80").rule == "UnsupportedError"
-    assert len(gpu.launches) == count
+        problem = gpu.launches[-1].loaded.problem
+        assert problem.formats == tuple(form[7:11] for form in forms)
+        explained = cuflash.explain(*map(gpu.array, arrays), causal=True)
+        foreseen = cuflash.explain(*arrays, causal=True, arch=problem.arch)
+        assert {each.kernels[-1].problem for each in (explained, foreseen)} == {problem}
     fake_gpu.remove(gpu)
 
 

@@ -16,7 +16,6 @@ from cuflash.arch import ARCHES
 from cuflash.arch.fp8_sm90 import FORWARD
 from cuflash.cli.compile import kernel_jobs
 from cuflash.cli.problems import add_problem_options, problem_from
-from cuflash.errors import UnsupportedError
 from cuflash.fp8_plan import Fp8Addresses, Fp8Call, make_plan
 from cuflash.fp8_sm90_config import MOST_TWO_LEVEL, Fp8Sm90Config
 from cuflash.problem import MASKS, AttentionProblem
@@ -81,10 +80,23 @@ def test_what_is_shipped_is_what_calls_take() -> None:
         assert shipped == (set() if arch == "sm_90" else {arch})
 
 
-def test_few_queries_take_no_other_kernel() -> None:
-    assert list(kernels.variants_by_length(replace(PROBLEM, head_dim=64, head_dim_v=64))) == [
-        replace(PROBLEM, head_dim=64, head_dim_v=64)
-    ]
+@pytest.mark.parametrize(("seqlen_q", "few"), [(1, True), (1024, True), (1025, False)])
+def test_few_queries_take_smaller_tiles(seqlen_q: int, few: bool) -> None:
+    """With one level and a mask, up to head dim 64."""
+    for (d, mask, one_level), has_row in {
+        (64, "causal", True): True, (48, "causal", True): True, (80, "causal", True): False,
+        (64, "full", True): False, (64, "causal", False): False,
+    }.items():  # fmt: skip
+        problem = replace(PROBLEM, head_dim=d, head_dim_v=d, mask=mask, one_level=one_level)  # type: ignore[arg-type]
+        short = replace(problem, short=True)
+        assert list(kernels.variants_by_length(problem)) == [problem, short][: 1 + has_row]
+        call = call_of(
+            seqlen_q=seqlen_q, head_dim=d, head_dim_v=d, causal_offset=0 if mask == "causal" else None,
+            one_level=one_level,
+        )  # fmt: skip
+        assert call.problem == (short if few and has_row else problem)
+        if has_row:
+            assert (table_config(problem).block_m, table_config(short).block_m) == (192, 128)
 
 
 def test_a_section_counts_bytes_of_bytes() -> None:
@@ -97,12 +109,13 @@ def test_a_section_counts_bytes_of_bytes() -> None:
 # --- configs ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("one_level", [False, True])
 @pytest.mark.parametrize("mask", MASKS)
-def test_every_head_dim_has_a_config_that_fits(mask: Any) -> None:
+def test_every_head_dim_has_a_config_that_fits(mask: Any, one_level: bool) -> None:
     for d, dv in product(range(16, 257, 16), repeat=2):
-        problem = replace(PROBLEM, head_dim=d, head_dim_v=dv, mask=mask)
+        problem = replace(PROBLEM, head_dim=d, head_dim_v=dv, mask=mask, one_level=one_level)
         config = table_config(problem)
-        assert config.reason and config.two_level is (dv <= MOST_TWO_LEVEL)
+        assert config.reason and config.two_level is (dv <= MOST_TWO_LEVEL and not one_level)
         assert config.smem_bytes(problem) <= ARCHES["sm_90a"].smem_per_block
         for region in config.smem(problem):
             if region.name[0] in "kv" or re.fullmatch(r"q\d", region.name):
@@ -113,10 +126,11 @@ def test_every_head_dim_has_a_config_that_fits(mask: Any) -> None:
             assert region.offset % 16 == 0
 
 
-def test_the_caller_may_leave_the_sum_to_the_tensor_cores() -> None:
-    for row in FORWARD:
-        problem = replace(PROBLEM, head_dim=row.head_dim, head_dim_v=row.head_dim, mask=row.masks[0])
-        assert not table_config(replace(problem, one_level=True)).two_level
+def test_both_ways_of_summing_have_the_same_head_dims() -> None:
+    """So that a caller who asks for one level gets a row of the same head dims, up to those that have only that."""
+    rows = {two_level: {(r.head_dim, r.head_dim_v, r.masks) for r in FORWARD if r.config.two_level is two_level}
+            for two_level in (True, False)}  # fmt: skip
+    assert {row for row in rows[False] if row[1] <= MOST_TWO_LEVEL} == rows[True]
 
 
 def test_the_shared_memory_map() -> None:
@@ -191,15 +205,6 @@ def test_the_text_states_its_problem_and_config(d: int, dv: int, mask: Any) -> N
     assert {name: str(value) for name, value in expected.items()}.items() <= constants.items()
     assert "m64n128k32.f32.e4m3.e4m3" in source.text and f"m64n{dv}k32.f32.e4m3.e4m3" in source.text
     assert "k16.f32" not in source.text
-
-
-@pytest.mark.parametrize("arch", [arch for arch in ARCHES if arch != "sm_90a"])
-@pytest.mark.parametrize(
-    "change", [{"input_dtype": "float8_e5m2"}, {"k_dtype": "float8_e5m2"}, {"v_dtype": "float8_e5m2"}]
-)
-def test_other_targets_have_no_kernels_for_e5m2(arch: str, change: dict[str, Any]) -> None:
-    with pytest.raises(UnsupportedError, match=f"{arch} has no kernels for float8_e5m2 inputs"):
-        kernels.select_config(replace(PROBLEM, arch=arch, **change))
 
 
 @pytest.mark.parametrize("formats", list(product(("e4m3", "e5m2"), repeat=3)), ids="".join)

@@ -1,4 +1,4 @@
-"""The Ampere-style kernels for e4m3 inputs: configs, source text and launch plans. Nothing runs here."""
+"""The Ampere-style kernels for 8-bit inputs: configs, source text and launch plans. Nothing runs here."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from cuflash.arch import ARCHES
 from cuflash.arch.fp8_sm80 import FORWARD
 from cuflash.fp8_plan import Fp8Addresses, Fp8Call, make_plan
 from cuflash.fp8_sm80_config import Fp8Sm80Config
-from cuflash.problem import MASKS, AttentionProblem
+from cuflash.problem import INPUT_DTYPES, MASKS, AttentionProblem, InputDtype
 from cuflash.render import dump_command, render
 from tests.unit import fake_gpu
 
@@ -98,13 +98,21 @@ def test_labels_tell_configs_apart() -> None:
 # --- text ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("arch", "product"),
-    [("sm_80", "Fp16Product<false>"), ("sm_86", "Fp16Product<false>"), ("sm_89", "E4m3Product"),
-     ("sm_90", "Fp16Product<true>"), ("sm_100", "Fp16Product<true>"), ("sm_120", "E4m3Product")],
-)  # fmt: skip
+FP16 = ("Fp16Product", "Fp16Product")
+OPERANDS = {
+    "sm_80": ("Fp16Operand<false, kE5m2>", *FP16),
+    "sm_86": ("Fp16Operand<false, kE5m2>", *FP16),
+    "sm_89": ("CodeOperand", "CodeProduct<kE5m2Q, kE5m2K>", "CodeProduct<false, kE5m2V>"),
+    "sm_90": ("Fp16Operand<true, kE5m2>", *FP16),
+    "sm_100": ("Fp16Operand<true, kE5m2>", *FP16),
+    "sm_120": ("CodeOperand", "CodeProduct<kE5m2Q, kE5m2K>", "CodeProduct<false, kE5m2V>"),
+}
+"""What operands, Q K^T and P V are."""
+
+
+@pytest.mark.parametrize("arch", OPERANDS)
 @pytest.mark.parametrize(("d", "dv", "mask"), [(128, 128, "full"), (256, 256, "causal"), (48, 112, "causal")])
-def test_the_text_states_its_problem_and_config(arch: str, product: str, d: int, dv: int, mask: Any) -> None:
+def test_the_text_states_its_problem_and_config(arch: str, d: int, dv: int, mask: Any) -> None:
     problem = replace(PROBLEM, head_dim=d, head_dim_v=dv, mask=mask, arch=arch)
     config, source = table_config(problem), render(problem, table_config(problem))
     assert source.text.startswith(f"// {source.symbol}\n") and source.symbol.startswith("cuflash_fwd_fp8_sm80_")
@@ -116,10 +124,24 @@ def test_the_text_states_its_problem_and_config(arch: str, product: str, d: int,
         "kConverted": str(config.converted).lower(), "kTwoLevel": str(config.two_level).lower(),
     }  # fmt: skip
     assert {name: str(value) for name, value in expected.items()}.items() <= constants.items()
-    assert f"using Product = {product};" in source.text
+    for name, text in zip(("Operand", "ProductQk", "ProductPv"), OPERANDS[arch], strict=True):
+        assert f"using {name} = {text};" in source.text
     command = dump_command(problem, config)
     assert "--input-dtype float8_e4m3fn" in command and f"--arch {arch}" in command and "--config" not in command
     assert "two_level=False" in dump_command(problem, replace(config, two_level=False)) or not config.two_level
+
+
+@pytest.mark.parametrize("arch", TARGETS)
+@pytest.mark.parametrize("forms", list(product(INPUT_DTYPES, repeat=3)), ids="-".join)
+def test_every_combination_of_formats_has_its_text(arch: str, forms: tuple[InputDtype, InputDtype, InputDtype]) -> None:
+    problem = call_of(arch=arch, dtypes=forms).problem
+    config, source = table_config(problem), render(problem, table_config(problem))
+    names = tuple(form[7:11] for form in forms)
+    assert problem.formats == names and f"{' * '.join(names)} to bfloat16" in source.text
+    flags = dict(re.findall(r"\b(kE5m2[QKV]) = (\w+)", source.text))
+    assert flags == {f"kE5m2{role}": str(name == "e5m2").lower() for role, name in zip("QKV", names, strict=True)}
+    assert ("".join(names) in source.symbol) is (set(names) != {"e4m3"})
+    assert config == table_config(call_of(arch=arch).problem)
 
 
 # --- selection and plans ---------------------------------------------------------------------------------------

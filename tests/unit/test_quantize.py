@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import ctypes.util
 import dataclasses
 import math
 from itertools import product
@@ -78,6 +80,13 @@ def expected_rotation(rows: Floats, seed: int, of: float = 1) -> Floats:
     return x
 
 
+def fma(a: Floats, b: np.float32, c: Floats) -> Floats:
+    """The C library's."""
+    fmaf = ctypes.CDLL(ctypes.util.find_library("m")).fmaf
+    fmaf.argtypes, fmaf.restype = [ctypes.c_float] * 3, ctypes.c_float
+    return np.frompyfunc(fmaf, 3, 1)(a, b, c).astype(np.float32)  # type: ignore[no-any-return]
+
+
 def expected(x: np.ndarray, form_name: str, *, center: bool, seed: int | None) -> tuple[np.ndarray, Floats, Floats]:
     """Codes, scales and mean of one head (seq, dim), with ml_dtypes' conversion."""
     form = FORMATS[form_name]  # type: ignore[index]
@@ -87,19 +96,20 @@ def expected(x: np.ndarray, form_name: str, *, center: bool, seed: int | None) -
         of = np.float32(1)
         if seed is not None:
             mean = expected_rotation(mean, seed)
-            of = np.float32(0.5 ** int(math.log(rows.shape[1], 4)))
+            of = np.float32(1 / math.sqrt(2 ** int(math.log2(rows.shape[1]))))
             rows = expected_rotation(rows, seed, float(of))
-        rows = rows - mean / of if center else rows
+        rows = fma(mean, -np.float32(1) / of, rows) if center else rows
         scales, codes = [], np.zeros((len(rows), padded(rows.shape[1])), np.uint8)
         for first in range(0, len(rows), TILE):
             tile = rows[first : first + TILE]
             finite = np.abs(tile[np.isfinite(tile)])
             largest = finite.max() if len(finite) else np.float32(0)
-            scale = max(largest / np.float32(form.largest), np.float32(2.0**-126) / of) if largest > 0 else 1 / of
+            least = np.float32(2.0**-126 if seed is None else 2.0**-122)
+            scale = max(largest / np.float32(form.largest), least) if largest > 0 else np.float32(1)
             quotient = np.clip(tile / scale, -form.largest, form.largest)
             rounded = quotient.astype(getattr(ml_dtypes, form_name)).view(np.uint8)
             codes[first : first + TILE, : rows.shape[1]] = np.where(np.isfinite(tile), rounded, 0x7F)
-            scales.append(scale * of)
+            scales.append(scale * of if largest > 0 else scale)
     return codes, np.array(scales, np.float32), mean
 
 
@@ -188,6 +198,16 @@ def test_anything(
             values[0, rng.integers(length), 0, rng.integers(dim)] = value
         x = values.astype(DTYPES[source])
     check(x, role=role, dtype=dtype, hadamard=hadamard, center=center, seed=seed)
+
+
+def test_the_fused_operation_rounds_once() -> None:
+    """Sums that are ties of float32 but for a rest beyond float64, and numbers of every size."""
+    rng = np.random.default_rng(9)
+    c = np.ldexp(rng.integers(2**23, 2**24, 20000), rng.integers(-140, 90, 20000)).astype(np.float32)
+    a = np.ldexp(rng.standard_normal(20000), np.frexp(c)[1] - rng.integers(-3, 60, 20000)).astype(np.float32)
+    a[:10000] = np.ldexp(np.float32(1) + rng.integers(-1, 2, 10000) * 2.0**-23, np.frexp(c[:10000])[1] - 25)
+    for b in np.float32([1, -11.313708, 1 / 3, -(1 + 2.0**-23)]):
+        np.testing.assert_array_equal(cpu_quantize._fma(a, b, c), fma(a, b, c))
 
 
 # ---- values of every kind

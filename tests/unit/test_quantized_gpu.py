@@ -103,9 +103,11 @@ def test_shapes(gpu: FakeGpu, lengths: Any, dims: Any, heads: Any, causal: Any) 
     assert_close(gpu, found, expected)
 
 
+@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (9, 0), (10, 0), (12, 0)])
 @pytest.mark.parametrize("forms", list(product(FORMATS, repeat=3)), ids=str)
-def test_formats(gpu: FakeGpu, forms: tuple[Any, Any, Any]) -> None:
-    """Any combination; also what the mean of K adds to the LSE depends on that of Q."""
+def test_formats(monkeypatch: pytest.MonkeyPatch, forms: tuple[Any, Any, Any], capability: tuple[int, int]) -> None:
+    """Any combination on any GPU; also what the mean of K adds to the LSE depends on that of Q."""
+    gpu = fake_gpu.install(monkeypatch, capability=capability)
     arrays = draw(dims=(64, 64))
     quantized = [
         [cuflash.quantize(place(x), role=role, dtype=form) for x, role, form in zip(arrays, "qkv", forms, strict=True)]  # type: ignore[arg-type]
@@ -117,6 +119,7 @@ def test_formats(gpu: FakeGpu, forms: tuple[Any, Any, Any]) -> None:
     explained = cuflash.explain(*quantized[0])
     assert explained.kernel is not None
     assert explained.kernel.problem == dataclasses.replace(gpu.launches[-1].loaded.problem, mask="full")
+    fake_gpu.remove(gpu)
 
 
 @pytest.mark.parametrize(
@@ -375,6 +378,13 @@ def test_fast_calls_compile_nothing_where_they_make_no_difference(
         cuflash.warmup(*map(gpu.array, draw(dims=(64, dim_v))), precision=precision)
     assert len([problem for problem in gpu.compiled if problem.task == "forward"]) == kernels
     fake_gpu.remove(gpu)
+
+
+def test_explain_names_the_variant_for_few_queries(gpu: FakeGpu) -> None:
+    arrays = [gpu.array(x) for x in draw(dims=(64, 64))]
+    for precision, causal in product(("fp8", "fp8-fast"), (False, True)):
+        explained = cuflash.explain(*arrays, causal=causal, precision=precision)
+        assert any("few queries" in note for note in explained.notes) is (causal and precision == "fp8-fast")
 
 
 # --- refusals

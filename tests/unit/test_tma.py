@@ -489,6 +489,7 @@ def test_shipped_kernels() -> None:
     assert {(problem.head_dim, problem.mask) for problem in short} == {(32, "causal"), (64, "causal")}
     assert all(variant in shipped for problem in shipped for variant in kernels.variants_by_length(problem))
     forward = [problem for problem in shipped if problem.task == "forward" and not problem.input_dtype]
+    short = [problem for problem in forward if problem.short]
     assert len(forward) == len(kernels.SHIPPED_HEAD_DIMS) * len(DTYPES) * len(MASKS) + 3 * len(MASKS) + len(short)
     symbols = {kernels.symbol(problem, kernels.select_config(problem)) for problem in forward}
     assert len(symbols) == len(forward) and all(symbol.startswith("cuflash_fwd_sm90_d") for symbol in symbols)

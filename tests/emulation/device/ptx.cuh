@@ -66,11 +66,17 @@ DEVICE void ldmatrix_x4_trans(u32 (&r)[4], u32 address) { emulation::load_matrix
 template <bool kBf16>
 constexpr emulation::Element kElement = kBf16 ? emulation::Element::bf16 : emulation::Element::fp16;
 template <bool kBf16>
-DEVICE void mma_m16n8k16(float* d, const u32* a, u32 b0, u32 b1) { emulation::multiply(d, a, b0, b1, kElement<kBf16>, false); }
+constexpr emulation::Elements kElements{kElement<kBf16>, kElement<kBf16>};
+template <bool kE5m2>
+constexpr emulation::Element kFloat8 = kE5m2 ? emulation::Element::e5m2 : emulation::Element::e4m3;
 template <bool kBf16>
-DEVICE void mma_m16n8k16_first(float* d, const u32* a, u32 b0, u32 b1) { emulation::multiply(d, a, b0, b1, kElement<kBf16>, true); }
-DEVICE void mma_m16n8k32_e4m3(float* d, const u32* a, u32 b0, u32 b1) { emulation::multiply(d, a, b0, b1, emulation::Element::e4m3, false); }
-DEVICE void mma_m16n8k32_e4m3_first(float* d, const u32* a, u32 b0, u32 b1) { emulation::multiply(d, a, b0, b1, emulation::Element::e4m3, true); }
+DEVICE void mma_m16n8k16(float* d, const u32* a, u32 b0, u32 b1) { emulation::multiply(d, a, b0, b1, kElements<kBf16>, false); }
+template <bool kBf16>
+DEVICE void mma_m16n8k16_first(float* d, const u32* a, u32 b0, u32 b1) { emulation::multiply(d, a, b0, b1, kElements<kBf16>, true); }
+template <bool kE5m2A, bool kE5m2B>
+DEVICE void mma_m16n8k32(float* d, const u32* a, u32 b0, u32 b1) { emulation::multiply(d, a, b0, b1, {kFloat8<kE5m2A>, kFloat8<kE5m2B>}, false); }
+template <bool kE5m2A, bool kE5m2B>
+DEVICE void mma_m16n8k32_first(float* d, const u32* a, u32 b0, u32 b1) { emulation::multiply(d, a, b0, b1, {kFloat8<kE5m2A>, kFloat8<kE5m2B>}, true); }
 template <bool kBf16>
 DEVICE u32 pack_pair(float low, float high) {
     return emulation::to_element(low, kBf16) | (u32)emulation::to_element(high, kBf16) << 16;
@@ -92,7 +98,7 @@ DEVICE u32 pack_float8x4(float a, float b, float c, float d) {
 
 DEVICE u32 unpack_e4m3x2(u32 codes) {
     u32 pair = 0;
-    for (int i = 0; i < 2; i++) pair |= (u32)emulation::to_element(emulation::from_e4m3((uint8_t)(codes >> 8 * i)), false) << 16 * i;
+    for (int i = 0; i < 2; i++) pair |= (u32)emulation::to_element(emulation::from_float8((uint8_t)(codes >> 8 * i), false), false) << 16 * i;
     return pair;
 }
 template <u32 kSelector>
