@@ -87,7 +87,8 @@ def _planned(case: Fp8Case, quantized: tuple[cuflash.QuantizedTensor, ...]) -> F
         q8, k8, v8, causal=case.causal, scale=case.scale, layout=None, return_lse=True, out=None,
         out_dtype=case.out_dtype,
     )  # fmt: skip
-    return fp8_call(call, case.arch)
+    with kernels.use_family(Fp8Sm80Config.family):
+        return fp8_call(call, case.arch)
 
 
 def run(
