@@ -24,6 +24,7 @@ from tests.mutation import Mutation
 from tests.oracle import assert_accurate, assert_lse
 
 if TYPE_CHECKING:
+    from cuflash.build import Job
     from cuflash.compiled import Compiled
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -145,12 +146,22 @@ def tile(d: int, dv: int, dtype: str, causal: object, access_bytes: int = 16) ->
     return config.block_m, config.block_n
 
 
+def takes_hopper_kernels() -> bool:
+    """Whether calls take some: not on other devices, nor under ``--family forward_sm80``."""
+    return kernels.device_targets(target())[-1] in kernels.TMA_TARGETS.values()
+
+
 def require_hopper() -> None:
-    """Skips a test of Hopper kernels where calls take none: on other devices, and under ``--family forward_sm80``."""
+    """Skips a test of Hopper kernels where calls take none."""
     import pytest  # not for the scripts that this module serves, too
 
-    if kernels.device_targets(target())[-1] not in kernels.TMA_TARGETS.values():
+    if not takes_hopper_kernels():
         pytest.skip("GPU test: of Hopper kernels, which calls do not take in this run")
+
+
+def jobs_of(explained: cuflash.Explanation) -> list[Job]:
+    """The kernels of a call, for `cuflash.build`."""
+    return [(kernel.problem, kernel.config) for kernel in explained.kernels]
 
 
 class Variant(NamedTuple):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
+from itertools import product
 from typing import Any, NamedTuple
 
 import ml_dtypes
@@ -11,9 +11,24 @@ import numpy as np
 import pytest
 
 import cuflash
+from cuflash.build import Job
 from cuflash.fp8 import FORMATS
 from cuflash.fp8_layout import TILE
-from tests.gpu.support import CAUSAL, Array, assert_same_bits, poison_pool, require_hopper, swap_layout, to_host
+from cuflash.kernels import select_config
+from cuflash.prepare_kernels import prepare_problem
+from tests.gpu.support import (
+    CAUSAL,
+    Array,
+    assert_same_bits,
+    host_qkv,
+    jobs_of,
+    poison_pool,
+    require_hopper,
+    swap_layout,
+    takes_hopper_kernels,
+    target,
+    to_host,
+)
 from tests.gpu.test_fp8 import SCORE_ROUNDING, Real, rounding_probabilities
 from tests.oracle import judge, oracle
 
@@ -65,18 +80,29 @@ CASES = (
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _compiled_ahead(shared_cache: Path) -> None:
-    """The kernels of this file, in processes."""
-    from cuflash.build import build
-
+def _on_hopper() -> None:
     require_hopper()
-    jobs = {}
-    for case in (*CASES, Case((2, 2), (1, 1), (64, 64)), Case((2, 2), (1, 1), (128, 128))):
-        for causal in CAUSAL[:2]:
-            explained = cuflash.explain(*case.arrays(), causal=causal, **OPTIONS)
-            jobs.update({kernel.problem: kernel.config for kernel in explained.kernels})
-    failed = [built for built in build(list(jobs.items()), shared_cache / "cuflash") if built.error]
-    assert not failed, "\n".join(f"{built.symbol}: {built.error}" for built in failed)
+
+
+def kernels_ahead() -> list[Job]:
+    """Those of the cases, and of what the tests below take beside them."""
+    if not takes_hopper_kernels():
+        return []
+    jobs: list[Job] = []
+    for case, causal in product(CASES, CAUSAL[:2]):
+        jobs += jobs_of(cuflash.explain(*case.arrays(), causal=causal, **OPTIONS))
+    forms = ((E4M3, E4M3, E4M3), (E4M3, E4M3, E5M2), (E5M2, E5M2, E5M2))
+    for dim, form in product((64, 128), forms):
+        arrays = Case((2, 2), (1, 1), (dim, dim), form).arrays()
+        for causal, out_dtype in ((False, "float16"), (True, "float16"), (True, "bfloat16")):
+            jobs += jobs_of(cuflash.explain(*arrays, causal=causal, out_dtype=out_dtype, **OPTIONS))
+    for dim in (64, 128):
+        sixteen = host_qkv((2, 2), (1, 1), (dim, dim))
+        jobs += jobs_of(cuflash.explain(*sixteen, precision="fp8", arch=target()))
+    for access_bytes in (4, 1):
+        prepare = prepare_problem(64, 64, access_bytes, target())
+        jobs.append((prepare, select_config(prepare)))
+    return jobs
 
 
 def to_gpu(x: Any) -> Any:

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -19,6 +18,7 @@ import pytest
 import cuflash
 from cuflash import jit, kernels
 from cuflash.arch import fp8_sm80
+from cuflash.build import Job
 from cuflash.reference import oracle
 from tests.fp8 import Real, rounding_probabilities
 from tests.gpu.support import (
@@ -28,6 +28,7 @@ from tests.gpu.support import (
     assign,
     bits,
     host_qkv,
+    jobs_of,
     numpy_dtype,
     poison_pool,
     poisoned,
@@ -79,35 +80,43 @@ def products(name: str) -> Iterator[None]:
 
 
 @pytest.fixture(scope="module", autouse=True, params=PRODUCTS)
-def kind(request: pytest.FixtureRequest, shared_cache: Path) -> Iterator[str]:
-    """Kernels of one kind, those of this file compiled in processes: one after the other they would take a minute."""
-    if request.config.getoption("--family"):
-        pytest.skip("GPU test: of kernels that are no part of a run with --family")
-    if target() not in kernels.TMA_TARGETS and request.param != "wgmma":
+def kind(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Kernels of one kind."""
+    if request.param not in _kinds():
         pytest.skip("GPU test: of the kernels that Hopper GPUs have beside those of the device")
     with products(request.param):
-        _compile_ahead(shared_cache / "cuflash")
         yield request.param
 
 
-def _compile_ahead(cache: Path) -> None:
-    from cuflash.build import build
+def _kinds() -> list[str]:
+    """Of `PRODUCTS`, those that this device has."""
+    return list(PRODUCTS) if target() in kernels.TMA_TARGETS else ["wgmma"]
 
-    jobs = {}
-    for index, case in enumerate(CASES):
+
+def kernels_ahead() -> list[Job]:
+    """Those of the cases, and of what the tests below take beside them, of all kinds."""
+    jobs: list[Job] = []
+    for name in _kinds():
+        with products(name):
+            for arrays, options in _calls():
+                jobs += jobs_of(cuflash.explain(*arrays, arch=target(), **options))
+    return jobs
+
+
+def _calls() -> Iterator[tuple[tuple[np.ndarray, ...], dict[str, Any]]]:
+    """Calls that take all kernels of a kind, and the quantizer's."""
+    for index, (_, heads, dims) in enumerate(CASES):
+        arrays = host_qkv((2, 2), heads, dims, _dtype_of(index))
         for causal in CAUSAL[:2]:
-            arrays = host_qkv(*case, dtype=_dtype_of(index))
-            options = {"causal": causal, "return_lse": True, "precision": "fp8", "arch": target()}
-            explained = cuflash.explain(*arrays, **options)
-            jobs.update({kernel.problem: kernel.config for kernel in explained.kernels})
-    for dim in (64, 128, 256):  # what the tests below take beside these
+            yield arrays, {"causal": causal, "return_lse": True, "precision": "fp8"}
+    for dim in (64, 128, 256):
+        arrays = host_qkv((2, 2), (2, 2), (dim, dim), "bfloat16")
         for options in ({"out_dtype": "float16"}, {"causal": True}):
-            explained = cuflash.explain(
-                *host_qkv((2, 2), (2, 2), (dim, dim), "bfloat16"), precision="fp8", arch=target(), **options
-            )
-            jobs.update({kernel.problem: kernel.config for kernel in explained.kernels})
-    failed = [built for built in build(list(jobs.items()), cache) if built.error]
-    assert not failed, "\n".join(f"{built.symbol}: {built.error}" for built in failed)
+            yield arrays, {"precision": "fp8", **options}
+        if dim < 256:
+            yield arrays, {"precision": "fp8-fast", "out_dtype": "float16"}
+    yield host_qkv((2, 2), (2, 2), (128, 128), "bfloat16"), {"precision": "fp8", "scale": 0.0}
+    yield host_qkv((2, 2), (2, 2), (70, 70)), {"precision": "fp8"}
 
 
 def _dtype_of(index: int) -> str:
