@@ -1,7 +1,7 @@
 """Kernels of the GPU tests, compiled ahead in processes: those of a whole run, and those that tests make themselves.
 
-A file whose kernels few others take lists them in a function ``kernels_ahead``, with their configs. These are not those
-that ``--family`` chooses between, and the file has no part in such a run.
+A file whose kernels no other takes, as those of 8-bit operands, lists them in a function ``kernels_ahead``, with their
+configs. ``--family`` does not choose between these, and so the file has no part in such a run.
 """
 
 from __future__ import annotations
@@ -55,12 +55,14 @@ def _gradient_problems(index: int, access_bytes: int) -> tuple[AttentionProblem,
 
 
 def _of_common_calls() -> Iterator[AttentionProblem]:
-    """What calls take that many files make: all shipped kernels, and those of HEAD_DIMS."""
+    """What calls take that many files make: all shipped kernels but those of 8 bits, and those of HEAD_DIMS."""
     from cuflash.kernels import device_targets, shipped_problems
     from cuflash.problem import AttentionProblem
 
     for arch in device_targets(target()):
-        yield from shipped_problems(arch)
+        for problem in shipped_problems(arch):
+            if problem.input_dtype is None and problem.task.startswith(("forward", "backward")):
+                yield problem
     for index, (d, dv) in enumerate(HEAD_DIMS):
         access_bytes = min(16, 2 * math.gcd(d, dv, 8))
         arch = device_targets(target(), access_bytes)[-1]
