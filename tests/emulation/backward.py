@@ -17,15 +17,7 @@ from cuflash.cpu import causal_offset
 from cuflash.problem import AttentionProblem
 from cuflash.reference import oracle
 from tests.emulation.cases import Case
-from tests.emulation.launch import (
-    EARLY,
-    INSTRUCTION_LIMIT,
-    Coordinates,
-    Launch,
-    Report,
-    Timing,
-    emulator_for,
-)
+from tests.emulation.launch import EARLY, INSTRUCTION_LIMIT, Report, Timing, emulator_for
 from tests.emulation.tensors import Tensor, allocate, dense_strides, place
 from tests.gradients import Backward, assert_gradients
 from tests.mutation import Mutation
@@ -167,20 +159,17 @@ def _run_kernel(
     problem, config = launch.loaded.problem, launch.loaded.config
     emulator = emulator_for(problem, config, mutation)
     block = np.array(pointers, np.uint64).tobytes() + launch.tail
-    assert len(block) == emulator.parameter_bytes
-    arguments = Launch(
+    emulator.launch(
         block,
-        (Coordinates * launch.blocks)(*(Coordinates(i, 0, 0) for i in blocks)),
-        launch.blocks,
-        Coordinates(launch.blocks, 1, 1),
+        (launch.blocks, 1, 1),
         config.threads,
         config.smem_bytes(problem),
-        patience,
-        timing.seed,
-        timing.late,
-        **{timing.ignore: 1} if timing.ignore else {},
+        tensors,
+        report,
+        blocks=[(i, 0, 0) for i in blocks],
+        timing=timing,
+        patience=patience,
     )
-    emulator.run(arguments, tensors, report)
 
 
 def assert_clean(case: BackwardCase, tensors: dict[str, Tensor], run: Run) -> None:
