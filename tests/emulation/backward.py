@@ -92,9 +92,11 @@ def _workspace(plan: backward_plan.BackwardPlan) -> dict[str, Tensor]:
     """The pieces of the workspace, each a tensor of its own, so that no kernel leaves its piece unseen."""
     layout = plan.workspace
     assert layout is not None
-    sizes = {"dq_sums": layout.rows, "rows": (layout.turns or layout.size) - layout.rows}
+    row_tiles = plan.launches[0].blocks
+    sizes = {"dq_sums": layout.rows, "rows": 8 * backward_plan.ROW_TILE * row_tiles}
     if layout.turns is not None:
-        sizes["turns"] = layout.size - layout.turns
+        sizes["turns"] = 4 * row_tiles
+    assert 0 <= layout.size - sum(sizes.values()) < backward_plan.WORKSPACE_ALIGN
     return {name: allocate((size // 4,), (1,), "float32", align=16, output=True) for name, size in sizes.items()}
 
 
@@ -132,9 +134,10 @@ def backward(
     workspace = _workspace(plan)
     run = Run(request, plan.launches[1].loaded.config, plan, workspace)  # type: ignore[arg-type]
     everything = {**tensors, **workspace}
-    at = {name: everything[name].address if name in everything else 0 for name in (*everything, "dlse", "turns")}
+    absent = dict.fromkeys(("dlse", "turns", "counts"), 0)
+    at = absent | {name: x.address for name, x in everything.items()}
     heads = (
-        [at[n] for n in ("dout", "out", "lse", "dlse", "rows", "dq_sums", "turns")],
+        [at[n] for n in ("dout", "out", "lse", "dlse", "rows", "dq_sums", "turns", "counts")],
         [at[n] for n in ("dout", "q", "k", "v", "dk", "dv", "rows", "dq_sums", "turns")],
         [at[n] for n in ("rows", "dq_sums", "dq")],
     )
