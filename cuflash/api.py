@@ -69,8 +69,8 @@ def attention(
     q_scale, k_scale, v_scale : float or float32 array, optional
         With codes: the factors that give the real values back, 1 unless given. A number or an array without axes for
         all of an operand, (B, H) for each of its heads, or (B, H, ceil(N / 128)) for each tile of 128 tokens; Hk of K
-        and V. Arrays are of the operands' kind and on their device. Factors are positive and normal in float32; others
-        are refused, but on a GPU, where nobody looks at arrays, they give NaN.
+        and V. Arrays are of the operands' kind and on their device. Factors are from 2^-126 to 2^119; others are
+        refused, but on a GPU, where nobody looks at arrays, they give NaN.
 
     Returns
     -------

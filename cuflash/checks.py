@@ -12,7 +12,7 @@ import numpy as np
 from .arrays import CPU, FLOAT8_DTYPES, GPU_DTYPES, ITEM_BYTES, Operand, kind_of
 from .errors import UnsupportedError
 from .problem import MAX_HEAD_DIM
-from .request import AXES, FLOAT32_MAX, LOG2_E, Causal, Request
+from .request import AXES, FLOAT32_MAX, LARGEST_FACTOR, LOG2_E, SMALLEST_FACTOR, Causal, Request
 
 MAX_LENGTH = 2**31 - 1024
 """Kernels count rows and keys in 32 bits and go at most a tile beyond the end."""
@@ -121,6 +121,17 @@ def check_number(scale: Any) -> float:
         return float(scale)
     except OverflowError:  # an integer beyond float64
         return math.inf
+
+
+def check_factor(name: str, value: Any) -> float:
+    """A number that gives the real values of 8-bit codes back, as a float."""
+    try:
+        factor = float(value)
+    except OverflowError:  # an integer beyond float64
+        factor = math.inf
+    if not SMALLEST_FACTOR <= factor <= LARGEST_FACTOR:
+        raise ValueError(f"{name} is {factor!r}; accepted are positive numbers from 2^-126 to 2^119")
+    return factor
 
 
 def check_scale(scale: Any, head_dim: int, *, on_gpu: bool) -> float:

@@ -9,15 +9,13 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from .arrays import CPU, FLOAT8_DTYPES, ITEM_BYTES, Operand, kind_of
-from .checks import check_fellow, check_shapes
-from .fp8_layout import TILE, tiles
-from .prepare_kernels import ROLES, prepare_problem
+from .checks import check_factor, check_fellow, check_shapes
+from .fp8_layout import ROLES, TILE, tiles
+from .prepare_kernels import prepare_problem
 from .problem import AttentionProblem
-from .request import AXES, FLOAT32_MAX, TILE_ROWS, TMA_BYTES, TMA_STRIDES_END, WIDEST_ACCESS
+from .request import AXES, LARGEST_FACTOR, SMALLEST_FACTOR, TILE_ROWS, TMA_BYTES, TMA_STRIDES_END, WIDEST_ACCESS
 
-__all__ = ["Float8Arrays", "Scale", "check_arrays", "check_number"]
-
-SMALLEST_SCALE = 2.0**-126
+__all__ = ["Float8Arrays", "Scale", "check_arrays"]
 
 
 class Scale(NamedTuple):
@@ -124,29 +122,15 @@ def check_arrays(arrays: Mapping[str, Any], scales: Mapping[str, Any], layout: s
             )
     check_shapes(operands["q"], operands["k"], operands["v"], layout)
     given = Float8Arrays(operands, {}, layout)
-    checked = {role: _check_scale(f"{role}_scale", scales[role], given, role) for role in ROLES}
+    checked: dict[str, Scale] = {role: _check_scale(f"{role}_scale", scales[role], given, role) for role in ROLES}
     return Float8Arrays(operands, checked, layout)
-
-
-def check_number(name: str, value: Any) -> float:
-    """A scale for all of an operand, as a float.
-
-    Raises
-    ------
-    ValueError
-        It is no positive number that float32 holds without loss of precision.
-    """
-    number = float(value)
-    if not SMALLEST_SCALE <= number <= FLOAT32_MAX:
-        raise ValueError(f"{name} is {value!r}; accepted are positive numbers that are normal in float32")
-    return number
 
 
 def _check_scale(name: str, value: Any, given: Float8Arrays, role: str) -> Scale:
     if value is None:
         return Scale(None, 1.0)
     if isinstance(value, numbers.Real):
-        return Scale(None, check_number(name, value))
+        return Scale(None, check_factor(name, value))
     scale = _operand(name, value)
     check_fellow(given.operands["q"], scale)
     batch, seq, heads, _ = given.sizes(role)
@@ -158,8 +142,8 @@ def _check_scale(name: str, value: Any, given: Float8Arrays, role: str) -> Scale
         )
     if scale.device == CPU:
         values = scale.kind.numpy(scale.array)
-        for wrong in values[~((values >= SMALLEST_SCALE) & (values <= FLOAT32_MAX))][:1]:
-            check_number(name, float(wrong))
+        for wrong in values[~((values >= SMALLEST_FACTOR) & (values <= LARGEST_FACTOR))][:1]:
+            check_factor(name, float(wrong))
     return Scale(scale, 1.0)
 
 

@@ -9,15 +9,14 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from .arrays import CPU, kind_of
-from .checks import check_causal, check_flag, check_layout, check_placed, check_scale, refuse_shared
+from .checks import check_causal, check_factor, check_flag, check_layout, check_placed, check_scale, refuse_shared
 from .dequantized import Dequantized
 from .errors import UnsupportedError
-from .float8_arrays import Float8Arrays, check_arrays, check_number
+from .float8_arrays import Float8Arrays, check_arrays
 from .fp8 import Float8, format_of
-from .fp8_layout import IMAGE, ROWS, by_head, tiles
+from .fp8_layout import IMAGE, ROLES, ROWS, Role, by_head, tiles
 from .jit import QUANTIZING_PLANS
-from .prepare_kernels import ROLES
-from .quantized import QuantizedTensor, Role
+from .quantized import QuantizedTensor
 from .quantized_attention import FAST, Foreseen, QuantizedCall, attend_on_cpu, check_out, check_out_dtype
 from .request import TMA_BYTES
 
@@ -90,7 +89,7 @@ def _key_of(role: str, value: Any, geometry: Any, at: dict[str, int | float]) ->
         at[f"{role}_number"] = 1.0
         return None
     if isinstance(value, numbers.Real):
-        at[f"{role}_number"] = check_number(f"{role}_scale", value)
+        at[f"{role}_number"] = check_factor(f"{role}_scale", value)
         return None
     found, at[f"{role}_scale"] = geometry(value)
     return found

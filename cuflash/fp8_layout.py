@@ -14,13 +14,23 @@ holds its probabilities after the first product. Tokens behind the last one are 
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias
+from collections.abc import Sequence
+from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
 
-__all__ = ["IMAGE", "PAD", "ROWS", "TILE", "by_head", "image_shape", "pack_image", "padded", "tiles", "unpack_image"]
+from .request import AXES, contiguous_strides
+
+__all__ = [
+    "IMAGE", "PAD", "ROLES", "ROWS", "TILE", "Role", "by_head", "image_shape", "pack_image", "padded",
+    "row_strides", "tiles", "unpack_image",
+]  # fmt: skip
 
 Array: TypeAlias = "np.ndarray[Any, Any]"
+
+Role = Literal["q", "k", "v"]
+"""Of an operand in attention."""
+ROLES: tuple[Role, ...] = get_args(Role)
 
 TILE = 128
 """Tokens that share a scale."""
@@ -53,6 +63,13 @@ def tiles(length: int) -> int:
 def image_shape(batch: int, heads: int, length: int, dim: int) -> tuple[int, int, int, int]:
     """The shape of V's image."""
     return batch, heads, tiles(length), padded(dim) * TILE
+
+
+def row_strides(shape: Sequence[int], layout: str) -> tuple[int, int, int]:
+    """Strides of a payload in rows along (batch, seq, heads), in bytes; ``shape``: of what was quantized."""
+    strides = contiguous_strides((*shape[:3], padded(shape[3])), 1)
+    batch, seq, heads, _ = (strides[axis] for axis in AXES[layout])
+    return batch, seq, heads
 
 
 def _swizzle(columns: int) -> Array:

@@ -11,15 +11,14 @@ from .fp8_layout import TILE
 from .fp8_sm80_config import Fp8Sm80Config
 from .fp8_sm90_config import Fp8Sm90Config
 from .jit import LoadedKernel, TensorGeometry
-from .params import FORWARD_FP8_SM80, FORWARD_FP8_SM90, fast_div
+from .params import FORWARD_FP8_SM80, FORWARD_FP8_SM90, fast_div, stride_values
 from .problem import AttentionProblem, Dtype, InputDtype
 from .request import FOLDED_SCALES, LOG2_E, TMA_TILE_ROWS
 
 _pack_sm80 = FORWARD_FP8_SM80.launch_block.pack_into
 _pack_sm90 = FORWARD_FP8_SM90.launch_block.pack_into
 
-
-AXES = ("batch", "seq", "head")
+OUT_BYTES = 2
 
 
 class Fp8Call(NamedTuple):
@@ -122,7 +121,7 @@ class Fp8Plan:
         self._device = loaded.kernel.device
         self._shape = (grid.blocks, 1, 1), (config.threads, 1, 1), config.smem_bytes(loaded.problem)
         self._counted = jit.takes_counter(config)
-        self._tail = FORWARD_FP8_SM90.pack_tail(_values(call, grid))
+        self._tail = FORWARD_FP8_SM90.pack_tail(_common_values(call) | grid.parameters)
         self._geometry = (
             _geometry(driver.BYTE, call.head_dim, call.seqlen_q, call.heads, call.batch, call.q_strides, TMA_TILE_ROWS),
             _geometry(driver.BYTE, call.head_dim, call.seqlen_k, call.heads_k, call.batch, call.k_strides, TILE),
@@ -162,8 +161,7 @@ class Fp8Sm80Plan:
             call.seqlen_k,
         )
         values = _common_values(call) | {"m_tiles": grid.m_tiles}
-        for name, strides in (("q", call.q_strides), ("k", call.k_strides)):
-            values |= {f"{name}_{axis}_stride": stride for axis, stride in zip(AXES, strides, strict=True)}
+        values |= stride_values("q", call.q_strides) | stride_values("k", call.k_strides)
         self.loaded = loaded
         self._device = loaded.kernel.device
         self._threads = config.threads, 1, 1
@@ -186,22 +184,11 @@ def make_plan(call: Fp8Call, device: int) -> Fp8Plan | Fp8Sm80Plan:
     return Fp8Plan(call, loaded) if loaded.config.family == "forward_fp8_sm90" else Fp8Sm80Plan(call, loaded)
 
 
-def _values(call: Fp8Call, grid: kernels.PersistentGrid) -> dict[str, int | float | tuple[int, ...]]:
-    """The parameter block of a Hopper kernel but for what follows from addresses."""
-    return _common_values(call) | {
-        "section_tiles": fast_div(grid.section * grid.m_tiles),
-        "section": fast_div(grid.section),
-        "last_section": fast_div(grid.last_section),
-        "m_tiles": grid.m_tiles,
-        "tiles": grid.tiles,
-    }
-
-
 def _common_values(call: Fp8Call) -> dict[str, int | float | tuple[int, ...]]:
     """What both families take."""
-    strides = zip(AXES, call.out_strides, strict=True)
+    batch, seq, heads = (stride // OUT_BYTES for stride in call.out_strides)
     return {
-        **{f"out_{axis}_stride": stride // 2 for axis, stride in strides},
+        **stride_values("out", (batch, seq, heads)),
         "heads": fast_div(call.heads),
         "group": fast_div(call.heads // call.heads_k),
         "batch_heads": call.batch * call.heads,

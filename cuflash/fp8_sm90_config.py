@@ -8,11 +8,10 @@ from typing import ClassVar
 
 from .config import round_up
 from .driver import BYTE, box_bytes
+from .fp8_layout import TILE
 from .problem import AttentionProblem
 from .sm90_config import Sm90Config
 
-TILE = 128
-"""Tokens that share a scale; keys of a step."""
 OUTPUT_CHUNK = 64
 """Columns of a chunk of the staged output, 128 bytes."""
 MOST_TWO_LEVEL = 128

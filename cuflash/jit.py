@@ -14,7 +14,7 @@ from . import counters, driver
 from .arch import ARCHES, Arch, arch_for, needs_ptx
 from .arrays import ITEM_BYTES, Operand
 from .errors import DriverError, MissingKernelError
-from .params import FORWARD_SM80, FORWARD_SM90, fast_div
+from .params import FORWARD_SM80, FORWARD_SM90, fast_div, stride_values
 from .problem import AttentionProblem
 from .request import LOG2_E, TMA_BYTES, TMA_TILE_ROWS, Request
 
@@ -394,8 +394,7 @@ def _plan_sm80(request: Request, loaded: LoadedKernel) -> CallPlan:
     grid = kernels.forward_grid(loaded.problem, config, *sizes_of(request))
     values = _common_values(request) | {"m_tiles": grid.m_tiles}
     for name in ("q", "k", "v", "out"):
-        for axis, stride in zip(("batch", "seq", "head", "dim"), request.strides[name], strict=True):
-            values[f"{name}_{axis}_stride"] = stride
+        values |= stride_values(name, request.strides[name])
     launches = tuple(
         (blocks, FORWARD_SM80.pack_tail(values | {"first_tile": first})) for first, blocks in grid.launches
     )
@@ -408,15 +407,7 @@ def _plan_sm90(request: Request, loaded: LoadedKernel) -> CallPlan:
     multiprocessors = driver.multiprocessors(request.device)
     config = cast("ForwardConfig", loaded.config)
     grid = kernels.persistent_grid(loaded.problem, config, *sizes_of(request), multiprocessors)
-    values = _common_values(request) | {
-        "section_tiles": fast_div(grid.section * grid.m_tiles),
-        "section": fast_div(grid.section),
-        "last_section": fast_div(grid.last_section),
-        "m_tiles": grid.m_tiles,
-        "tiles": grid.tiles,
-    }
-    for axis, stride in zip(("batch", "seq", "head"), request.strides["out"], strict=False):
-        values[f"out_{axis}_stride"] = stride
+    values = _common_values(request) | grid.parameters | stride_values("out", request.strides["out"][:3])
     rows = {"q": TMA_TILE_ROWS, "k": config.block_n, "v": config.block_n, "out": TMA_TILE_ROWS}
     dtype = request.q.dtype
     geometry = tuple(tensor_geometry(dtype, request.extents(x), request.strides[x], rows[x]) for x in rows)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import product
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from . import params
 from .errors import UnsupportedError
@@ -260,6 +260,17 @@ class PersistentGrid(NamedTuple):
     def last_section(self) -> int:
         """Query heads of the last section."""
         return (self.tiles // self.m_tiles - 1) % self.section + 1
+
+    @property
+    def parameters(self) -> dict[str, Any]:
+        """What parameter blocks have of it."""
+        return {
+            "section_tiles": params.fast_div(self.section * self.m_tiles),
+            "section": params.fast_div(self.section),
+            "last_section": params.fast_div(self.last_section),
+            "m_tiles": self.m_tiles,
+            "tiles": self.tiles,
+        }
 
 
 def persistent_grid(

@@ -112,9 +112,18 @@ def fast_div(divisor: int) -> tuple[int, int, int]:
     return -(-(1 << shift) // divisor), shift, divisor
 
 
-def stride_fields(tensor: str, axes: tuple[str, ...] = ("batch", "seq", "head", "dim")) -> tuple[Field, ...]:
+AXES = ("batch", "seq", "head", "dim")
+ROW_AXES = AXES[:3]
+
+
+def stride_fields(tensor: str, axes: tuple[str, ...] = AXES, unit: str = "elements") -> tuple[Field, ...]:
     """The fields of an array's strides."""
-    return tuple(Field(f"{tensor}_{axis}_stride", I64, "in elements") for axis in axes)
+    return tuple(Field(f"{tensor}_{axis}_stride", I64, f"in {unit}") for axis in axes)
+
+
+def stride_values(tensor: str, strides: tuple[int, ...], axes: tuple[str, ...] = AXES) -> dict[str, int]:
+    """The values of such fields; of the first axes where there are fewer strides than axes."""
+    return {f"{tensor}_{axis}_stride": stride for axis, stride in zip(axes, strides, strict=False)}
 
 
 FORWARD_SM80 = ParameterBlock(
@@ -140,7 +149,7 @@ FORWARD_SM80 = ParameterBlock(
 )
 
 _WORK_TILES = (
-    *stride_fields("out", ("batch", "seq", "head")),
+    *stride_fields("out", ROW_AXES),
     Field("heads", FAST_DIV, "query heads"),
     Field("group", FAST_DIV, "query heads per key/value head"),
     Field("section_tiles", FAST_DIV, "query tiles of a section's heads"),
@@ -179,7 +188,7 @@ FORWARD_FP8_SM80 = ParameterBlock(
         Field("q", POINTER, "rows of codes"),
         Field("k", POINTER, "rows of codes"),
         *FORWARD_FP8_SM90.fields[3:11],
-        *(field for tensor in ("q", "k", "out") for field in stride_fields(tensor, ("batch", "seq", "head"))),
+        *(field for tensor in ("q", "k", "out") for field in stride_fields(tensor, ROW_AXES)),
         Field("heads", FAST_DIV, "query heads"),
         Field("group", FAST_DIV, "query heads per key/value head"),
         Field("batch_heads", I32, "batch * query heads"),

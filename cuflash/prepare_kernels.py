@@ -7,14 +7,14 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from .config import StreamConfig
-from .fp8_layout import TILE, padded
+from .fp8_layout import ROLES, TILE, padded
 from .kernels import SHIPPED_HEAD_DIMS, KernelFamily
-from .params import F32, FAST_DIV, I32, I64, POINTER, Field, ParameterBlock, stride_fields
+from .params import F32, FAST_DIV, I32, POINTER, ROW_AXES, Field, ParameterBlock, stride_fields
 from .problem import AttentionProblem, Dtype
 
 __all__ = ["FAMILIES", "PREPARE", "PrepareConfig", "prepare_problem", "shipped_problems"]
 
-ROLES = ("q", "k", "v")
+SCALE_AXES = ("batch", "head", "tile")
 DTYPE: Dtype = "bfloat16"
 """A problem has one; this kernel moves codes and asks for none."""
 
@@ -62,12 +62,8 @@ PREPARE = ParameterBlock(
         Field("k_heads", FAST_DIV, "of K and V"),
         Field("k_tiles", FAST_DIV, "of a head of K and V"),
         *(each for role in ROLES for each in stride_fields(role)),
-        *(each for role in ROLES for each in stride_fields(f"{role}_scale", ("batch", "head", "tile"))),
-        *(
-            Field(f"{role}_payload_{axis}_stride", I64, "in bytes")
-            for role in ("q", "k")
-            for axis in ("batch", "seq", "head")
-        ),
+        *(each for role in ROLES for each in stride_fields(f"{role}_scale", SCALE_AXES)),
+        *(each for role in ("q", "k") for each in stride_fields(f"{role}_payload", ROW_AXES, "bytes")),
     ),
     per_launch=15,
 )

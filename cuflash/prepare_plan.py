@@ -15,12 +15,11 @@ from . import jit
 from .arrays import ITEM_BYTES
 from .errors import UnsupportedError
 from .float8_arrays import Float8Arrays
-from .fp8_layout import TILE, padded, tiles
-from .params import fast_div
-from .prepare_kernels import PREPARE, ROLES
+from .fp8_layout import ROLES, TILE, padded, row_strides, tiles
+from .params import fast_div, stride_values
+from .prepare_kernels import PREPARE, SCALE_AXES
 from .problem import AttentionProblem
 from .quantize_plan import MAX_WORK, Launch, QuantizePlan
-from .request import AXES, contiguous_strides
 
 if TYPE_CHECKING:
     from .jit import LoadedKernel
@@ -119,16 +118,8 @@ def _tail(arrays: Float8Arrays) -> bytes:
         "k_tiles": fast_div(tiles(seqlen_k)),
     }
     for role in ROLES:
-        values |= _named(f"{role}_{{}}_stride", ("batch", "seq", "head", "dim"), arrays.strides(role))
-        values |= _named(f"{role}_scale_{{}}_stride", ("batch", "head", "tile"), arrays.scales[role].strides)
+        values |= stride_values(role, arrays.strides(role))
+        values |= stride_values(f"{role}_scale", arrays.scales[role].strides, SCALE_AXES)
     for role in ("q", "k"):
-        shape = arrays.operands[role].shape
-        strides = contiguous_strides((*shape[:3], padded(shape[3])), 1)
-        batch, seq, heads, _ = AXES[arrays.layout]
-        payload = strides[batch], strides[seq], strides[heads]
-        values |= _named(f"{role}_payload_{{}}_stride", ("batch", "seq", "head"), payload)
+        values |= stride_values(f"{role}_payload", row_strides(arrays.operands[role].shape, arrays.layout))
     return PREPARE.pack_tail(values)
-
-
-def _named(pattern: str, axes: tuple[str, ...], strides: tuple[int, ...]) -> dict[str, int]:
-    return {pattern.format(axis): stride for axis, stride in zip(axes, strides, strict=True)}

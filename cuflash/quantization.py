@@ -10,14 +10,13 @@ from .arrays import CPU, Operand, kind_of
 from .checks import check_fellow, check_flag, check_layout, check_placed, check_shapes
 from .errors import UnsupportedError
 from .fp8 import Float8, Format, format_of
-from .fp8_layout import IMAGE, ROWS, TILE, by_head, image_shape, pack_image, padded, tiles
+from .fp8_layout import IMAGE, ROLES, ROWS, TILE, Role, by_head, image_shape, pack_image, padded, tiles
 from .problem import MAX_HEAD_DIM
-from .quantized import QuantizedTensor, Role
+from .quantized import QuantizedTensor
 from .request import AXES
 
 __all__ = ["quantize", "quantize_qkv"]
 
-ROLES = ("q", "k", "v")
 SOURCES = ("float16", "bfloat16", "float32")
 
 

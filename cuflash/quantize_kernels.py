@@ -12,7 +12,7 @@ from .config import KernelConfig, StreamConfig, pitches, round_up
 from .cpu_quantize import FEWEST, PARTIALS, SAMPLE
 from .fp8_layout import TILE, padded
 from .kernels import TMA_TARGETS, KernelFamily
-from .params import F32, FAST_DIV, I32, I64, POINTER, CType, Field, ParameterBlock, stride_fields
+from .params import F32, FAST_DIV, I32, POINTER, ROW_AXES, CType, Field, ParameterBlock, stride_fields
 from .problem import DTYPES, AttentionProblem, Task
 
 __all__ = [
@@ -172,11 +172,7 @@ QUANTIZE = ParameterBlock(
         *(Field(name, POINTER, "") for name in ("v", "v_payload", "v_scales")),
         Field("v_mean", POINTER, "null: nothing is subtracted"),
         *(each for tensor in ("q", "k", "v") for each in stride_fields(tensor)),
-        *(
-            Field(f"{tensor}_payload_{axis}_stride", I64, "in bytes")
-            for tensor in ("q", "k")
-            for axis in ("batch", "seq", "head")
-        ),
+        *(each for tensor in ("q", "k") for each in stride_fields(f"{tensor}_payload", ROW_AXES, "bytes")),
         Field("q_heads", FAST_DIV, ""),
         Field("q_tiles", FAST_DIV, "of a head"),
         Field("k_heads", FAST_DIV, "of K and V"),
@@ -216,7 +212,7 @@ LSE_SHIFT = ParameterBlock(
         Field("q_scales", POINTER, "float32 (batch, heads, tiles)"),
         Field("k_mean", POINTER, "float32 (batch, key/value heads, head_dim)"),
         Field("shift", POINTER, "float32 (batch, heads, queries)"),
-        *(Field(f"q_{axis}_stride", I64, "in bytes") for axis in ("batch", "seq", "head")),
+        *stride_fields("q", ROW_AXES, "bytes"),
         Field("tiles", FAST_DIV, "of a head"),
         Field("heads", FAST_DIV, "query heads"),
         Field("group", FAST_DIV, "query heads per key/value head"),

@@ -12,11 +12,11 @@ from .arch import ARCHES
 from .arrays import ITEM_BYTES, Operand
 from .cpu_quantize import signs
 from .errors import UnsupportedError
-from .fp8_layout import padded, tiles
-from .params import ParameterBlock, fast_div
+from .fp8_layout import row_strides, tiles
+from .params import ParameterBlock, fast_div, stride_values
 from .problem import AttentionProblem, Dtype, Task
 from .quantize_kernels import MEANS, QUANTIZE
-from .request import AXES, TILE_ROWS, WIDEST_ACCESS, contiguous_strides
+from .request import AXES, TILE_ROWS, WIDEST_ACCESS
 
 if TYPE_CHECKING:
     from .jit import LoadedKernel
@@ -204,13 +204,10 @@ def _of_keys(sources: Sources) -> tuple[int, int, int, int]:
 def _quantize_tail(sources: Sources) -> bytes:
     values: dict[str, Any] = {}
     for role in ("q", "k", "v"):
-        values |= _strides(role, sources.strides(role))
+        values |= stride_values(role, sources.strides(role))
     for role in ("q", "k"):
         shape = sources.operands[role].shape if role in sources.operands else (1, 1, 1, 1)
-        strides = contiguous_strides((*shape[:3], padded(shape[3])), 1)
-        batch, seq, heads, _ = (strides[axis] for axis in AXES[sources.layout])
-        for axis, stride in (("batch", batch), ("seq", seq), ("head", heads)):
-            values[f"{role}_payload_{axis}_stride"] = stride
+        values |= stride_values(f"{role}_payload", row_strides(shape, sources.layout))
     (_, seqlen_q, heads_q, _), (_, seqlen_k, heads_k, _) = sources.sizes("q"), _of_keys(sources)
     k_begin, v_begin, work = _work(sources)
     values |= {
@@ -234,8 +231,8 @@ def _means_tail(sources: Sources) -> bytes:
     _, seqlen, heads, _ = _of_keys(sources)
     batch_k, _, heads_k, _ = sources.sizes("k")
     values: dict[str, Any] = {
-        **_strides("k", sources.strides("k")),
-        **_strides("v", sources.strides("v")),
+        **stride_values("k", sources.strides("k")),
+        **stride_values("v", sources.strides("v")),
         "heads": fast_div(max(heads, 1)),
         "v_begin": batch_k * heads_k,
         "seqlen": seqlen,
@@ -243,9 +240,3 @@ def _means_tail(sources: Sources) -> bytes:
         "signs": _sign_words(sources),
     }
     return MEANS.pack_tail(values)
-
-
-def _strides(role: str, strides: tuple[int, ...]) -> dict[str, int]:
-    return {
-        f"{role}_{axis}_stride": stride for axis, stride in zip(("batch", "seq", "head", "dim"), strides, strict=True)
-    }

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import numbers
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Literal, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from .arrays import CPU, Kind, kind_of
+from .checks import check_factor, check_layout
 from .errors import UnsupportedError
 from .fp8 import Float8, format_of
-from .fp8_layout import IMAGE, ROWS, TILE, by_head, image_shape, pack_image, padded, tiles
+from .fp8_layout import IMAGE, ROLES, ROWS, TILE, Role, by_head, image_shape, pack_image, padded, tiles
 from .request import AXES
 
 __all__ = ["QuantizedTensor", "Role"]
 
 Array: TypeAlias = "np.ndarray[Any, Any]"
-Role = Literal["q", "k", "v"]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -87,6 +89,11 @@ class QuantizedTensor:
         """
         kind = _kind("x", x)
         form = format_of(x.dtype)
+        if role not in ROLES:
+            raise ValueError(f"role is {role!r}; accepted are 'q', 'k' and 'v'")
+        check_layout(layout)
+        if len(x.shape) != 4:
+            raise ValueError(f"x has shape {tuple(x.shape)}; accepted are four axes, those of the layout")
         batch, seq, heads, dim = (x.shape[axis] for axis in AXES[layout])
         if dim % 16 or not _is_contiguous(x):
             raise ValueError(
@@ -95,9 +102,11 @@ class QuantizedTensor:
             )
         payload = x.view(_uint8(x))
         shape = (batch, heads, tiles(seq))
-        if isinstance(scale, int | float):
-            scales, _ = kind.empty(payload, shape, "float32")
-            scales[...] = scale
+        if isinstance(scale, numbers.Real):
+            factor = check_factor("scale", scale)
+            with _on_device(kind, kind.operand("x", x).device):
+                scales, _ = kind.empty(payload, shape, "float32")
+                scales[...] = factor
         elif tuple(scale.shape) == shape and str(scale.dtype).endswith("float32") and _is_contiguous(scale):
             scales = scale
         else:
@@ -186,9 +195,10 @@ class QuantizedTensor:
             return self
         batch, seq, heads, dim = self.sizes
         order = np.argsort(_image_order(padded(dim)))
-        codes = self.payload[..., order].reshape(batch, heads, tiles(seq) * TILE, padded(dim))[:, :, :seq]
-        rows, _ = self.kind.empty(self.payload, (*self.shape[:3], padded(dim)), "uint8")
-        rows[...] = codes.swapaxes(1, 2) if self.layout == "bshd" else codes
+        with _on_device(self.kind, self.device):
+            rows, _ = self.kind.empty(self.payload, (*self.shape[:3], padded(dim)), "uint8")
+            codes = self.payload[..., order].reshape(batch, heads, tiles(seq) * TILE, padded(dim))[:, :, :seq]
+            rows[...] = codes.swapaxes(1, 2) if self.layout == "bshd" else codes
         return replace(self, payload=rows, storage=ROWS)
 
     def to_image(self) -> QuantizedTensor:
@@ -198,11 +208,12 @@ class QuantizedTensor:
         if self.role != "v":
             raise ValueError(f"the role is {self.role!r}; only V is stored as {IMAGE!r}")
         batch, seq, heads, dim = self.sizes
-        codes, _ = self.kind.empty(self.payload, (batch, heads, tiles(seq) * TILE, padded(dim)), "uint8")
-        codes[:, :, :seq] = self.payload.swapaxes(1, 2) if self.layout == "bshd" else self.payload
-        codes[:, :, seq:] = 0
-        images, _ = self.kind.empty(self.payload, image_shape(batch, heads, seq, dim), "uint8")
-        images[...] = codes.reshape(images.shape)[..., _image_order(padded(dim))]
+        with _on_device(self.kind, self.device):
+            codes, _ = self.kind.empty(self.payload, (batch, heads, tiles(seq) * TILE, padded(dim)), "uint8")
+            codes[:, :, :seq] = self.payload.swapaxes(1, 2) if self.layout == "bshd" else self.payload
+            codes[:, :, seq:] = 0
+            images, _ = self.kind.empty(self.payload, image_shape(batch, heads, seq, dim), "uint8")
+            images[...] = codes.reshape(images.shape)[..., _image_order(padded(dim))]
         return replace(self, payload=images, storage=IMAGE)
 
     def to_host(self) -> QuantizedTensor:
@@ -249,6 +260,11 @@ def _kind(name: str, x: Any) -> Kind:
     if kind is None:
         raise TypeError(f"{name} is a {type(x).__qualname__}; accepted are CuPy and NumPy arrays and torch tensors")
     return kind
+
+
+def _on_device(kind: Kind, device: int) -> AbstractContextManager[Any]:
+    """Make a device current, if it is one: CuPy allocates and computes there."""
+    return nullcontext() if device == CPU else kind.on_device(device)
 
 
 def _is_contiguous(x: Any) -> bool:

@@ -18,10 +18,10 @@ from .checks import (
 from .dequantized import Dequantized
 from .errors import UnsupportedError
 from .fp8 import E4M3
-from .fp8_layout import IMAGE, ROWS, by_head
+from .fp8_layout import IMAGE, ROWS, Role, by_head
 from .jit import QUANTIZED_PLANS, QUANTIZING_PLANS
 from .quantization import adopt, quantize_qkv
-from .quantized import QuantizedTensor, Role
+from .quantized import QuantizedTensor
 from .request import Causal
 
 if TYPE_CHECKING:
@@ -178,11 +178,6 @@ def attention_quantizing(
     except (AttributeError, TypeError, RuntimeError):  # on the CPU, followed, or not what it should be: checked below
         key = plan = None
     if plan is None:
-        if kind.follower((q, k, v)):
-            raise UnsupportedError(
-                "precision='fp8' is not followed by autograd, torch.compile or transformations, and q, k or v is: call "
-                "it under torch.no_grad(), with q.detach() and so on, or without precision"
-            )
         options = {"causal": causal, "scale": scale, "return_lse": return_lse, "out": out, "out_dtype": out_dtype}
         options["precision"] = precision
         foreseen = foresee(q, k, v, layout=layout, **options)
@@ -338,6 +333,12 @@ def foresee(
         return Foreseen(check_quantized(q, k, v, **options, out=out, out_dtype=out_dtype), None)
     from .quantize_plan import Sources
 
+    kind = kind_of(q)
+    if kind is not None and kind.follower((q, k, v)):
+        raise UnsupportedError(
+            "precision='fp8' is not followed by autograd, torch.compile or transformations, and q, k or v is: call it "
+            "under torch.no_grad(), with q.detach() and so on, or without precision"
+        )
     request = request_for((q, k, v), None, **options)
     operands = {x.name: adopt(x.name, x.array) for x in (request.q, request.k, request.v)}
     q8, k8, v8 = (_as_if_quantized(x, request.layout) for x in operands.values())
@@ -360,13 +361,13 @@ def _as_if_quantized(x: Operand, layout: str) -> QuantizedTensor:
 def warm_up(q: Any, k: Any, v: Any, *, precision: Any, scales: Scales, **options: Any) -> tuple[str, ...]:
     """`cuflash.warmup` of such calls."""
     check_foreseeable(q, precision, scales, options["out_dtype"])
-    call, sources = foresee(q, k, v, precision=precision, scales=scales, **options)
+    foreseen = foresee(q, k, v, precision=precision, scales=scales, **options)
+    call, sources = foreseen
     if call.q.device == CPU:
         return ()
     from . import quantized_plan
 
-    if sources is None:
-        quantized_plan.check_quantized_gpu(call)
+    quantized_plan.check_foreseen_gpu(foreseen)
     launches = () if sources is None else quantized_plan.make_plan_of_sources(sources).launches
     plan = quantized_plan.make_plan(call)
     launches += () if plan.shift is None else plan.shift.launches

@@ -31,7 +31,7 @@ from .problem import AttentionProblem
 from .quantize_kernels import lse_problem
 from .quantize_plan import Sources, plan_with
 from .quantized_attention import FAST, OUT_DTYPES, Foreseen, QuantizedCall, check_foreseeable, foresee
-from .quantized_plan import check_quantized_gpu, fp8_call, workspace_of
+from .quantized_plan import check_foreseen_gpu, fp8_call, is_staged, workspace_of
 from .request import Request
 
 __all__ = ["explain_quantized"]
@@ -105,22 +105,19 @@ class _Explained:
         ------
         ValueError, UnsupportedError
         """
-        call = foreseen.call
-        ordinal = call.q.device
+        call, ordinal = foreseen.call, foreseen.call.q.device
+        if arch is None and ordinal == CPU:
+            return cls(foreseen, None, None)
         if arch is not None:
-            target = arch_for(ARCHES[arch].compute_capability)
             if isinstance(foreseen.sources, Sources) and call.q.source_dtype not in GPU_DTYPES:
                 raise UnsupportedError(
                     f"q, k and v have dtype {call.q.source_dtype}; the GPU kernels take float16 and bfloat16: cast them"
                 )
             if call.out_dtype not in OUT_DTYPES[:2]:
                 raise ValueError(f"out_dtype is {call.out_dtype!r}; accepted on a GPU are {', '.join(OUT_DTYPES[:2])}")
-            return cls(foreseen, target, None)
-        if ordinal == CPU:
-            return cls(foreseen, None, None)
-        if foreseen.sources is None:
-            check_quantized_gpu(call)
-        return cls(foreseen, jit.device_arch(ordinal), ordinal)
+        check_foreseen_gpu(foreseen)
+        target = jit.device_arch(ordinal) if arch is None else arch_for(ARCHES[arch].compute_capability)
+        return cls(foreseen, target, ordinal if arch is None else None)
 
     @property
     def call(self) -> QuantizedCall:
@@ -248,7 +245,7 @@ class _Explained:
         call, total = self.call, sum(workspace_of(self.foreseen).values())
         batch, seq, heads, _ = call.q.sizes
         total += 4 * batch * heads * seq if self.has_shift else 0
-        if call.v.head_dim % 16:
+        if is_staged(call):
             total += 2 * batch * heads * seq * padded(call.v.head_dim)
         return total
 
@@ -270,6 +267,8 @@ class _Explained:
             found.append(
                 f"head dim {call.v.head_dim} of V is no multiple of 16: the result is computed padded, and copied"
             )
+        elif is_staged(call):
+            found.append("out is copied: its address or strides are no positive multiples of 16 bytes")
         problem = self.problem
         if problem.scale_first:
             found.append("scale-first variant: the scale is 0, negative, tiny or huge")

@@ -6,17 +6,18 @@ from collections.abc import Hashable, Mapping
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 from . import jit, kernels, quantize_plan
-from .arrays import Operand
+from .arch import ARCHES
+from .arrays import CPU, Operand
 from .checks import MAX_LENGTH, check_placed
 from .config import round_up
 from .errors import UnsupportedError
 from .fp8 import E5M2
-from .fp8_layout import IMAGE, TILE, padded, tiles
-from .fp8_plan import Fp8Addresses, Fp8Call, Fp8Plan, Fp8Sm80Plan
+from .fp8_layout import IMAGE, TILE, padded, row_strides, tiles
+from .fp8_plan import OUT_BYTES, Fp8Addresses, Fp8Call, Fp8Plan, Fp8Sm80Plan
 from .fp8_plan import make_plan as plan_attention
 from .fp8_sm90_config import MOST_TWO_LEVEL
 from .jit import span
-from .params import fast_div
+from .params import fast_div, stride_values
 from .problem import Dtype
 from .quantize_kernels import LSE_SHIFT, lse_problem
 from .quantize_plan import Launch, QuantizePlan
@@ -32,14 +33,15 @@ if TYPE_CHECKING:
 __all__ = [
     "QuantizedPlan",
     "QuantizingPlan",
+    "check_foreseen_gpu",
     "check_quantized_gpu",
     "fp8_call",
+    "is_staged",
     "make_plan",
     "plan_for",
     "shift_launch",
 ]
 
-OUT_BYTES = 2
 ALIGNMENT = 256
 """Of the parts of a workspace."""
 
@@ -51,14 +53,14 @@ Addresses: TypeAlias = tuple[int, int, int]
 
 
 def check_quantized_gpu(call: QuantizedCall) -> None:
-    """Refuse what no GPU kernel takes.
+    """Refuse quantized tensors that no GPU kernel takes; of those in host memory, wherever they lie there.
 
     Raises
     ------
     ValueError, UnsupportedError
     """
     for name, x in (("q", call.q), ("k", call.k), ("v", call.v)):
-        if any(address % TMA_BYTES for address in x.addresses):
+        if x.device != CPU and any(address % TMA_BYTES for address in x.addresses):
             raise ValueError(
                 f"{name} has arrays at {', '.join(map(hex, x.addresses))}; on the GPU these must be multiples of "
                 f"{TMA_BYTES}: copy them"
@@ -70,6 +72,16 @@ def check_quantized_gpu(call: QuantizedCall) -> None:
             "makes; v.to_image() makes it of rows, once"
         )
     check_sizes(call)
+
+
+def check_foreseen_gpu(foreseen: Foreseen) -> None:
+    """Refuse what no GPU kernel takes, of the tensors of a call or of the arrays that it would begin with."""
+    call, sources = foreseen
+    if sources is None:
+        check_quantized_gpu(call)
+    else:
+        check_placed(sources.operands.values())
+        check_sizes(call)
 
 
 def check_sizes(call: QuantizedCall) -> None:
@@ -141,7 +153,7 @@ class QuantizedPlan:
         self._out_shape = call.out_shape
         self._lse_shape = call.lse_shape if call.return_lse else None
         self._dim = call.v.head_dim
-        self._staged_shape = _padded_shape(call) if attend is not None and _is_staged(call) else None
+        self._staged_shape = _padded_shape(call) if attend is not None and is_staged(call) else None
         self._span = (0, 0) if call.out is None else span(call.kind.operand("out", call.out))
 
     def run(self, q: QuantizedTensor, k: QuantizedTensor, v: QuantizedTensor, out: Any, out_at: int) -> Any:
@@ -275,8 +287,7 @@ def quantizing_plan_for(foreseen: Foreseen, key: Hashable | None) -> QuantizingP
     """The same of a call of arrays, which are quantized or prepared on the way."""
     call, sources = foreseen
     assert sources is not None
-    check_placed(sources.operands.values())
-    check_sizes(call)
+    check_foreseen_gpu(foreseen)
     inputs = {} if isinstance(sources, quantize_plan.Sources) else sources.operands
     plan = QuantizingPlan(make_plan_of_sources(sources), make_plan(call), workspace_of(foreseen), inputs)
     if key is not None:
@@ -324,6 +335,7 @@ def fp8_call(call: QuantizedCall, arch: str) -> Fp8Call:
     """The call as the kernel's plan takes it, on a device that ``arch`` names."""
     (batch, seq_q, heads, dim), (_, seq_k, heads_k, _) = call.q.sizes, call.k.sizes
     bottom_right = seq_k - seq_q if call.causal == "bottom_right" else 0
+    target = kernels.fp8_target(arch)
     return Fp8Call(
         batch=batch,
         heads=heads,
@@ -335,22 +347,27 @@ def fp8_call(call: QuantizedCall, arch: str) -> Fp8Call:
         out_dtype=cast(Dtype, call.out_dtype),
         causal_offset=bottom_right if call.causal else None,
         scale=call.scale,
-        q_strides=call.strides[0] or _payload_strides(call.q),
-        k_strides=call.strides[1] or _payload_strides(call.k),
+        q_strides=call.strides[0] or row_strides(call.q.shape, call.layout),
+        k_strides=call.strides[1] or row_strides(call.k.shape, call.layout),
         out_strides=_written_strides(call),
-        arch=kernels.fp8_target(arch),
-        one_level=call.fast and padded(call.v.head_dim) <= MOST_TWO_LEVEL,  # beyond, there is one kernel for both
+        arch=target,
+        one_level=call.fast and _has_two_ways(target, padded(call.v.head_dim)),
         dtypes=(call.q.dtype, call.k.dtype, call.v.dtype),
     )
+
+
+def _has_two_ways(target: str, head_dim_v: int) -> bool:
+    """Whether a target has a kernel for either way to sum the output; else one serves both precisions."""
+    multiplies_codes = target in kernels.TMA_TARGETS.values() or ARCHES[target].multiplies_float8
+    return multiplies_codes and head_dim_v <= MOST_TWO_LEVEL
 
 
 def shift_launch(call: QuantizedCall, loaded: LoadedKernel) -> Launch:
     """The launch that finds what the mean of K adds to the LSE."""
     (batch, seq, heads, _), (_, _, heads_k, _) = call.q.sizes, call.k.sizes
-    strides = zip(("batch", "seq", "head"), _payload_strides(call.q), strict=True)
     tail = LSE_SHIFT.pack_tail(
         {
-            **{f"q_{axis}_stride": stride for axis, stride in strides},
+            **stride_values("q", row_strides(call.q.shape, call.layout)),
             "tiles": fast_div(tiles(seq)),
             "heads": fast_div(heads),
             "group": fast_div(heads // heads_k),
@@ -366,18 +383,11 @@ def shift_launch(call: QuantizedCall, loaded: LoadedKernel) -> Launch:
 # --- strides ---------------------------------------------------------------------------------------------------
 
 
-def _payload_strides(x: QuantizedTensor) -> tuple[int, int, int]:
-    """In bytes along (batch, seq, heads)."""
-    strides = contiguous_strides((*x.shape[:3], padded(x.shape[3])), 1)
-    batch, seq, heads, _ = AXES[x.layout]
-    return strides[batch], strides[seq], strides[heads]
-
-
 def _padded_shape(call: QuantizedCall) -> tuple[int, ...]:
     return (*call.out_shape[:3], padded(call.v.head_dim))
 
 
-def _is_staged(call: QuantizedCall) -> bool:
+def is_staged(call: QuantizedCall) -> bool:
     """Whether the kernel cannot write where the result shall be: into rows of whole 16 columns, by TMA."""
     if call.v.head_dim != padded(call.v.head_dim):
         return True
@@ -393,7 +403,7 @@ def _written_strides(call: QuantizedCall) -> tuple[int, int, int]:
     """Of what the kernel writes, in bytes along (batch, seq, heads); of an axis of one element any that is legal."""
     shape = _padded_shape(call)
     strides = contiguous_strides(shape, OUT_BYTES)
-    if call.out is not None and not _is_staged(call):
+    if call.out is not None and not is_staged(call):
         given = call.kind.operand("out", call.out).strides
         strides = tuple(own if extent > 1 else new for own, new, extent in zip(given, strides, shape, strict=True))
     batch, seq, heads, _ = AXES[call.layout]

@@ -22,6 +22,11 @@ TILE_ROWS = 256
 
 LOG2_E = math.log2(math.e)
 FLOAT32_MAX = (2 - 2**-23) * 2.0**127
+SMALLEST_FACTOR, LARGEST_FACTOR = 2.0**-126, 2.0**119
+"""Of 8-bit codes: those whose reciprocals are normal in float32, as far as the largest code of e4m3 is finite.
+
+templates/prepare.cu.j2 has them, too. On targets without conversions, kernels take them 2^8 times as large.
+"""
 FOLDED_SCALES = (1e-30, 1e30)
 """Where scale * log2(e) and its reciprocal are both good fp32 numbers."""
 

@@ -17,15 +17,7 @@ from cuflash.cpu import causal_offset
 from cuflash.problem import AttentionProblem
 from cuflash.reference import oracle
 from tests.emulation.cases import Case
-from tests.emulation.launch import (
-    EARLY,
-    INSTRUCTION_LIMIT,
-    Coordinates,
-    Launch,
-    Report,
-    Timing,
-    emulator_for,
-)
+from tests.emulation.launch import EARLY, INSTRUCTION_LIMIT, Report, Timing, emulator_for
 from tests.emulation.tensors import Tensor, allocate, dense_strides, place
 from tests.gradients import Backward, assert_gradients
 from tests.mutation import Mutation
@@ -100,9 +92,11 @@ def _workspace(plan: backward_plan.BackwardPlan) -> dict[str, Tensor]:
     """The pieces of the workspace, each a tensor of its own, so that no kernel leaves its piece unseen."""
     layout = plan.workspace
     assert layout is not None
-    sizes = {"dq_sums": layout.rows, "rows": (layout.turns or layout.size) - layout.rows}
+    row_tiles = plan.launches[0].blocks
+    sizes = {"dq_sums": layout.rows, "rows": 8 * backward_plan.ROW_TILE * row_tiles}
     if layout.turns is not None:
-        sizes["turns"] = layout.size - layout.turns
+        sizes["turns"] = 4 * row_tiles
+    assert 0 <= layout.size - sum(sizes.values()) < backward_plan.WORKSPACE_ALIGN
     return {name: allocate((size // 4,), (1,), "float32", align=16, output=True) for name, size in sizes.items()}
 
 
@@ -140,9 +134,10 @@ def backward(
     workspace = _workspace(plan)
     run = Run(request, plan.launches[1].loaded.config, plan, workspace)  # type: ignore[arg-type]
     everything = {**tensors, **workspace}
-    at = {name: everything[name].address if name in everything else 0 for name in (*everything, "dlse", "turns")}
+    absent = dict.fromkeys(("dlse", "turns", "counts"), 0)
+    at = absent | {name: x.address for name, x in everything.items()}
     heads = (
-        [at[n] for n in ("dout", "out", "lse", "dlse", "rows", "dq_sums", "turns")],
+        [at[n] for n in ("dout", "out", "lse", "dlse", "rows", "dq_sums", "turns", "counts")],
         [at[n] for n in ("dout", "q", "k", "v", "dk", "dv", "rows", "dq_sums", "turns")],
         [at[n] for n in ("rows", "dq_sums", "dq")],
     )
@@ -167,20 +162,17 @@ def _run_kernel(
     problem, config = launch.loaded.problem, launch.loaded.config
     emulator = emulator_for(problem, config, mutation)
     block = np.array(pointers, np.uint64).tobytes() + launch.tail
-    assert len(block) == emulator.parameter_bytes
-    arguments = Launch(
+    emulator.launch(
         block,
-        (Coordinates * launch.blocks)(*(Coordinates(i, 0, 0) for i in blocks)),
-        launch.blocks,
-        Coordinates(launch.blocks, 1, 1),
+        (launch.blocks, 1, 1),
         config.threads,
         config.smem_bytes(problem),
-        patience,
-        timing.seed,
-        timing.late,
-        **{timing.ignore: 1} if timing.ignore else {},
+        tensors,
+        report,
+        blocks=[(i, 0, 0) for i in blocks],
+        timing=timing,
+        patience=patience,
     )
-    emulator.run(arguments, tensors, report)
 
 
 def assert_clean(case: BackwardCase, tensors: dict[str, Tensor], run: Run) -> None:

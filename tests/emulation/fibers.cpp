@@ -85,7 +85,7 @@ void prepare_block(char* stacks) {
     for (int i = 0; i < n; i++) {
         Thread& t = machine.threads[i];
         t.index = i;
-        t.started = t.finished = false;
+        t.started = t.finished = t.follows = false;
         t.wait = Wait::nothing;
         t.group = 0;
         t.in_flight.clear();
@@ -192,6 +192,11 @@ void arrive(Wait wait, void* operands) {
     machine.current->wait = wait;
     machine.current->operands = operands;
     if (_setjmp(machine.current->resume) == 0) advance();
+}
+
+void dependency_wait() {
+    count_instruction();
+    machine.current->follows = true;
 }
 
 void block_barrier() {

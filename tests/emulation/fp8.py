@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -12,19 +12,18 @@ import numpy as np
 import cuflash
 from cuflash import kernels
 from cuflash.fp8 import Float8
-from cuflash.fp8_layout import padded
+from cuflash.fp8_layout import ROLES, padded
 from cuflash.fp8_plan import Fp8Call, Fp8Sm80Plan
 from cuflash.fp8_sm80_config import Fp8Sm80Config
 from cuflash.quantized_attention import check_quantized
 from cuflash.quantized_plan import fp8_call
 from cuflash.request import Causal
-from tests.emulation.launch import EARLY, INSTRUCTION_LIMIT, Coordinates, Launch, Report, Timing, emulator_for
+from tests.emulation.launch import EARLY, Report, Timing, emulator_for
 from tests.emulation.tensors import Tensor, allocate, dense_strides, place
 from tests.fp8 import Real, rounding_probabilities
 from tests.mutation import Mutation
 from tests.oracle import judge, oracle
 
-ROLES: tuple[Literal["q", "k", "v"], ...] = ("q", "k", "v")
 LSE_TOLERANCE = 2.0**-11
 """Of the sum of the magnitudes of a score's products: what truncating tensor cores may cost."""
 
@@ -121,21 +120,7 @@ def run(
     report, emulator = Report(), emulator_for(problem, config, mutation)
     for grid, tail in plan.launches:
         block = struct.pack(f"<{len(pointers)}Q", *pointers) + tail
-        assert len(block) == emulator.parameter_bytes
-        blocks = [(x, y, z) for z, y, x in np.ndindex(*grid[::-1])]
-        launch = Launch(
-            block,
-            (Coordinates * len(blocks))(*(Coordinates(*b) for b in blocks)),
-            len(blocks),
-            Coordinates(*grid),
-            config.threads,
-            config.smem_bytes(problem),
-            INSTRUCTION_LIMIT,
-            timing.seed,
-            timing.late,
-            **{timing.ignore: 1} if timing.ignore else {},
-        )
-        emulator.run(launch, tensors, report)
+        emulator.launch(block, grid, config.threads, config.smem_bytes(problem), tensors, report, timing=timing)
     return Run(report, plan, config, tensors["out"], tensors["lse"])
 
 

@@ -18,6 +18,7 @@ struct Launch {
     unsigned seed;
     int copies_land_late;
     int no_wait, no_block_barrier, no_warp_barrier;
+    int early;
 };
 
 int emulation_launch_bytes() { return sizeof(Launch); }
@@ -36,6 +37,7 @@ const char* emulation_run(const Launch* launch) {
     machine.instruction_limit = launch->instruction_limit;
     machine.random.seed(launch->seed);
     machine.copies_land_late = launch->copies_land_late;
+    machine.early = launch->early;
     machine.no_wait = launch->no_wait;
     machine.no_block_barrier = launch->no_block_barrier;
     machine.no_warp_barrier = launch->no_warp_barrier;

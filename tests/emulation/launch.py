@@ -47,6 +47,7 @@ class Launch(ctypes.Structure):
         ("seed", ctypes.c_uint),
         ("copies_land_late", ctypes.c_int),
         *((name, ctypes.c_int) for name in SABOTAGE),
+        ("early", ctypes.c_int),
     )
 
 
@@ -104,6 +105,38 @@ class Emulator:
         self._library.emulation_run.restype = ctypes.c_char_p
         assert self._library.emulation_launch_bytes() == ctypes.sizeof(Launch)
         self.parameter_bytes = int(self._library.emulated_parameter_bytes())
+
+    def launch(
+        self,
+        block: bytes,
+        grid: tuple[int, int, int],
+        threads: int,
+        shared_bytes: int,
+        tensors: dict[str, Tensor],
+        report: Report,
+        *,
+        blocks: Collection[tuple[int, int, int]] | None = None,
+        timing: Timing = EARLY,
+        patience: int = INSTRUCTION_LIMIT,
+        early: bool = False,
+    ) -> None:
+        """One launch with these parameters; of some thread blocks, or in another order, if ``blocks`` says so."""
+        assert len(block) == self.parameter_bytes
+        chosen = _blocks(grid) if blocks is None else blocks
+        launch = Launch(
+            block,
+            (Coordinates * len(chosen))(*(Coordinates(*c) for c in chosen)),
+            len(chosen),
+            Coordinates(*grid),
+            threads,
+            shared_bytes,
+            patience,
+            timing.seed,
+            timing.late,
+            **{timing.ignore: 1} if timing.ignore else {},
+            early=early,
+        )
+        self.run(launch, tensors, report)
 
     def run(self, launch: Launch, tensors: dict[str, Tensor], report: Report) -> None:
         self._library.emulation_clear()
@@ -177,20 +210,14 @@ def forward(
     pointers = [tensors[name].address if name in tensors else 0 for name in ("q", "k", "v", "out", "lse")]
     for extent, tail in plan.launches:
         emulator = emulator_for(problem, config, mutation)
-        block = struct.pack("<5Q", *pointers) + tail
-        assert len(block) == emulator.parameter_bytes
-        chosen = _blocks(extent) if blocks is None else [b for b in blocks if all(map(operator.lt, b, extent))]
-        launch = Launch(
-            block,
-            (Coordinates * len(chosen))(*(Coordinates(*c) for c in chosen)),
-            len(chosen),
-            Coordinates(*extent),
+        emulator.launch(
+            struct.pack("<5Q", *pointers) + tail,
+            extent,
             config.threads,
             config.smem_bytes(problem),
-            INSTRUCTION_LIMIT,
-            timing.seed,
-            timing.late,
-            **{timing.ignore: 1} if timing.ignore else {},
+            tensors,
+            report,
+            blocks=None if blocks is None else [b for b in blocks if all(map(operator.lt, b, extent))],
+            timing=timing,
         )
-        emulator.run(launch, tensors, report)
     return Result(report, plan, problem, config)

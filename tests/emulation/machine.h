@@ -29,6 +29,7 @@ Coordinates block_coordinates();
 Coordinates grid_extent();
 
 // ---- synchronisation
+void dependency_wait();   // for the kernel before
 void block_barrier();
 bool block_vote_any(bool predicate);   // a block barrier, too
 void warp_barrier();

@@ -122,6 +122,14 @@ Region* find_region(const void* address, int bytes, const char* what) {
     return nullptr;
 }
 
+// Kernels that begin early read nothing that they write, so whatever has been written is the kernel before's.
+void check_follows(const Region& r, const void* address, int bytes) {
+    if (!machine.early || machine.current->follows || !r.writes) return;
+    const unsigned char* writes = r.writes + (static_cast<const unsigned char*>(address) - r.base);
+    for (int i = 0; i < bytes; i++)
+        if (writes[i]) return fault("read before the kernel before is done", "byte %ld of %s", (long)(writes + i - r.writes), r.name.c_str());
+}
+
 bool aligned(const void* address, int bytes, const char* what) {
     if ((uintptr_t)address % bytes == 0) return true;
     fault("misaligned global access", "%s of %d bytes at %p", what, bytes, address);
@@ -167,6 +175,7 @@ void begin_block_memory() {
 void end_block_memory() {
     for (Thread& t : machine.threads) {
         machine.current = &t;
+        if (machine.early && !t.follows) fault("end before the kernel before is done", "what follows may begin, and knows of this one alone");
         if (!t.in_flight.empty()) fault("copy in flight at the end", "%zu copies were never waited for", t.in_flight.size());
     }
 }
@@ -208,6 +217,7 @@ void load_global(void* to, const void* address, int bytes) {
     if (!aligned(address, bytes, "load")) return;
     Region* r = find_region(address, bytes, "load");
     if (!r) return;
+    check_follows(*r, address, bytes);
     memcpy(to, address, bytes);
     *r->reads += bytes;
 }
@@ -251,6 +261,7 @@ void async_copy(uint32_t to, const void* from, int bytes, uint32_t valid) {
     if (valid) {
         Region* r = find_region(from, (int)valid, "cp.async");
         if (!r) return;
+        check_follows(*r, from, (int)valid);
         *r->reads += valid;
     }
     for (int i = 0; i < bytes; i += 2) {

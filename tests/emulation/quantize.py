@@ -16,7 +16,7 @@ from cuflash.fp8_layout import image_shape, padded, tiles
 from cuflash.problem import AttentionProblem
 from cuflash.quantize_kernels import QuantizeConfig
 from cuflash.quantize_plan import QuantizePlan, Sources, make_plan
-from tests.emulation.launch import EARLY, INSTRUCTION_LIMIT, Coordinates, Launch, Report, Timing, emulator_for
+from tests.emulation.launch import EARLY, Report, Timing, emulator_for
 from tests.emulation.tensors import Tensor, allocate, dense_strides, place
 from tests.mutation import Mutation
 
@@ -105,21 +105,17 @@ def run(
         emulator = emulator_for(problem, config, mutation if problem.task == mutated else None)
         block = bytearray(launch.params.size)
         launch.pack_into(block, {name: x.address for name, x in tensors.items()})
-        assert len(block) == emulator.parameter_bytes
         blocks = min(launch.blocks, case.blocks) if problem.task == "quantize" else launch.blocks
-        arguments = Launch(
+        emulator.launch(
             bytes(block),
-            (Coordinates * blocks)(*(Coordinates(i, 0, 0) for i in range(blocks))),
-            blocks,
-            Coordinates(blocks, 1, 1),
+            (blocks, 1, 1),
             config.threads,
             config.smem_bytes(problem),
-            INSTRUCTION_LIMIT,
-            timing.seed,
-            timing.late,
-            **{timing.ignore: 1} if timing.ignore else {},
+            tensors,
+            report,
+            timing=timing,
+            early=launch.early,
         )
-        emulator.run(arguments, tensors, report)
     return report
 
 

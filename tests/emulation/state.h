@@ -28,6 +28,7 @@ struct Copy { uint32_t to; const void* from; int bytes; uint32_t valid; long gro
 struct Thread {
     int index = 0;
     bool started = false, finished = false;
+    bool follows = false;         // has waited for the kernel before
     Wait wait = Wait::nothing;
     void* operands = nullptr;
     jmp_buf resume;
@@ -48,6 +49,7 @@ struct Machine {
     uint32_t epoch = 0;           // rises at every block barrier and block: orders all accesses to shared memory
     Coordinates block{}, grid{};
     bool copies_land_late = false;
+    bool early = false;           // the kernel before may still run: what it has written cannot be seen yet
     bool no_wait = false, no_block_barrier = false, no_warp_barrier = false;   // sabotage, to prove that faults are seen
     std::mt19937 random;
     long instructions = 0, instruction_limit = 0;   // of this block: the watchdog

@@ -19,9 +19,11 @@ from cuflash.arch import ARCHES
 from cuflash.arch.fp8_sm80 import FORWARD
 from cuflash.arch.tuning import Row
 from cuflash.fp8 import E4M3, E5M2, FORMATS, Float8, Format
+from cuflash.fp8_layout import ROLES
 from cuflash.fp8_sm80_config import Fp8Sm80Config
+from cuflash.request import LARGEST_FACTOR, SMALLEST_FACTOR
 from tests.emulation.build import compiler
-from tests.emulation.fp8 import ROLES, Fp8Case, Run, assert_right, check, run
+from tests.emulation.fp8 import Fp8Case, Run, assert_right, check, run
 from tests.emulation.launch import SABOTAGE, Timing
 from tests.mutation import Mutation
 
@@ -104,17 +106,32 @@ def test_formats(arch: str, forms: tuple[Float8, Float8, Float8]) -> None:
 
 @pytest.mark.parametrize("arch", TARGETS)
 def test_tiles_of_very_different_scales(arch: str) -> None:
-    """Scales of K and V follow their tiles, by factors of up to a million; very large and small ones."""
+    """Scales of K and V follow their tiles, by factors of up to 2^90; very large and small ones."""
     case = Fp8Case((70, 1024), (32, 32), (1, 1), causal="top_left", mean=0.0, arch=arch, options={"center": False})
     q, k, v = case.values()
     powers = np.exp2([0, -10, 10, 3, -20, 0, 7, -3]).repeat(128).astype(np.float32)[None, :, None, None]
-    operands = [(q, k, v * powers), (q, k * powers ** np.float32(0.1), v)]
+    extreme = powers ** np.float32(3)
+    operands = [(q, k, v * powers), (q, k, v * extreme), (q, k * powers ** np.float32(0.1), v)]
     operands += [(q * factor, k / factor, v * factor) for factor in (np.float32(1e30), np.float32(1e-30))]
     for causal in (False, "bottom_right"):
         changed = replace(case, causal=causal)
         for arrays in operands:
             quantized = case.quantized(list(arrays))
             assert_right(changed, quantized, run(changed, quantized))
+
+
+@pytest.mark.parametrize("arch", TARGETS)
+def test_scales_of_the_caller_are_right_to_the_ends_of_their_range(arch: str) -> None:
+    case = Fp8Case((70, 300), (32, 32), (1, 1), mean=0.0, arch=arch)
+    codes = [(16 * x).astype(ml_dtypes.float8_e4m3fn) for x in case.values()]  # whose scores show, times both ends
+    ends = SMALLEST_FACTOR, LARGEST_FACTOR
+    for scales in ((*ends, ends[1]), (*ends[::-1], ends[0])):
+        q8, k8, v8 = (
+            cuflash.QuantizedTensor.from_float8(x, scale, role=role)
+            for x, scale, role in zip(codes, scales, ROLES, strict=True)
+        )
+        quantized = q8, k8, v8.to_image()
+        assert_right(case, quantized, run(case, quantized))
 
 
 @pytest.mark.parametrize("arch", TARGETS)

@@ -168,6 +168,8 @@ def test_the_emulator_sees_missing_barriers(ignored: str) -> None:
         ("quantize", "0 : 2 * kStages - 3>", "0 : 2 * kStages - 1>"),
         ("quantize", "kMaxima + turn % 2 * (4 * kWarps)", "kMaxima"),
         ("quantize", "if (turn % kTicketBatch == 0) prepare(turn + kTicketBatch)", ""),
+        ("quantize", "if (index(turn) >= p.k_begin) grid_dependency_wait();", ""),
+        ("quantize", "if (index(turn) >= p.k_begin)", "if (index(turn) >= p.v_begin)"),
         ("quantize_means", "distance / 2 + (step", "(step"),
         ("quantize_means", "half = kWarps / 2", "half = kWarps / 4"),
         ("quantize_means", "mask = 16; mask >= kLanes", "mask = 16; mask > kLanes"),
@@ -182,6 +184,15 @@ def test_wrong_kernels_are_seen(kernel: str, old: str, new: str) -> None:
     if not report.faults:
         with pytest.raises(AssertionError):
             assert_as_numpy(case, tensors)
+
+
+def test_blocks_that_need_no_means_wait_for_them_all_the_same() -> None:
+    """What comes behind the quantizer waits for it alone, and reads means as well."""
+    case = QuantizeCase((1200, 100), blocks=4)  # of which two have K and V
+    check(case)
+    wrong = Mutation("", "grid_dependency_wait();   // whatever follows", "//")
+    report = run(case, case.tensors(case.values()), mutation=wrong)
+    assert set(report.faults) == {"end before the kernel before is done"}
 
 
 @pytest.mark.parametrize(

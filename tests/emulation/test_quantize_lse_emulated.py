@@ -15,7 +15,7 @@ from cuflash.quantize_kernels import lse_problem
 from cuflash.quantized_attention import check_quantized
 from cuflash.quantized_plan import shift_launch
 from tests.emulation.build import compiler
-from tests.emulation.launch import EARLY, INSTRUCTION_LIMIT, Coordinates, Launch, Report, emulator_for
+from tests.emulation.launch import Report, emulator_for
 from tests.emulation.tensors import Tensor, allocate, dense_strides, place
 from tests.mutation import Mutation
 
@@ -51,13 +51,8 @@ def run(
     emulator = emulator_for(problem, config, mutation)
     block = bytearray(launch.params.size)
     launch.pack_into(block, {name: x.address for name, x in tensors.items()})
-    assert len(block) == emulator.parameter_bytes
-    coordinates = (Coordinates * launch.blocks)(*(Coordinates(i, 0, 0) for i in range(launch.blocks)))
-    grid, report = Coordinates(launch.blocks, 1, 1), Report()
-    arguments = Launch(
-        bytes(block), coordinates, launch.blocks, grid, config.threads, 0, INSTRUCTION_LIMIT, EARLY.seed, EARLY.late
-    )
-    emulator.run(arguments, tensors, report)
+    report = Report()
+    emulator.launch(bytes(block), (launch.blocks, 1, 1), config.threads, 0, tensors, report)
     every = slice(None)
     real = Dequantized.of(q8)[every, every, slice(0, lengths[0])].astype(np.float64)
     means = np.repeat(k8.mean[..., :dim].astype(np.float64), heads[0] // heads[1], axis=1)

@@ -134,7 +134,7 @@ def run_prepare(launch: Launch) -> None:
         if p[f"{role}_scale"]:
             strides = tuple(4 * p[f"{role}_scale_{axis}_stride"] for axis in ("batch", "head", "tile"))
             scales = _view(p[f"{role}_scale"], shape, strides, np.float32)
-        usable = (scales >= 2.0**-126) & (scales <= np.finfo(np.float32).max)
+        usable = (scales >= 2.0**-126) & (scales <= 2.0**119)
         _dense(p[f"{role}_scales"], shape, np.float32)[:] = np.where(usable, scales, np.nan)
     for role, begin, end in (
         ("q", 0, p["k_begin"]), ("k", p["k_begin"], p["v_begin"]), ("v", p["v_begin"], launch.grid[0]),

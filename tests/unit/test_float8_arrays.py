@@ -311,6 +311,17 @@ def test_scales_of_any_strides(gpu: FakeGpu) -> None:
     both(gpu, arrays, [scales[0], scales[1][:, ::-1], np.broadcast_to(scales[2][:1], (2, 2))])
 
 
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_the_lse_makes_no_difference_to_the_result(gpu: FakeGpu, on_gpu: bool) -> None:
+    """Scales count once, with it and without."""
+    arrays = draw()
+    place, host = (gpu.array, gpu.host) if on_gpu else (lambda x: x, lambda x: x)
+    scales = named(scales_of(arrays, (3, "number", 0)), place)
+    with_lse, _ = cuflash.attention(*map(place, arrays), return_lse=True, **scales)
+    alone = cuflash.attention(*map(place, arrays), **scales)
+    np.testing.assert_array_equal(host(alone), host(with_lse))
+
+
 @pytest.mark.parametrize("dim", [48, 41])
 def test_out(gpu: FakeGpu, dim: int) -> None:
     arrays = draw(dims=(64, dim))
@@ -336,7 +347,7 @@ def test_nothing_to_compute(gpu: FakeGpu) -> None:
 def test_what_is_no_scale_becomes_nan(gpu: FakeGpu) -> None:
     """Nobody looks at numbers on a GPU: they must not pass for others."""
     arrays = draw((300, 300), heads=(2, 2))
-    for which, bad in product(range(3), (0.0, -1.0, np.inf)):
+    for which, bad in product(range(3), (0.0, -1.0, np.inf, 2.0**120)):
         scales = scales_of(arrays, (2, 2, 2))
         scales[which][0, 1] = bad
         out = cuflash.attention(*map(gpu.array, arrays), **named(scales, gpu.array))
@@ -461,7 +472,7 @@ def test_refused() -> None:
     halves = [x.astype(np.float16) for x in (q, k, v)]
     q8, k8, v8 = cuflash.quantize_qkv(*halves)
     tile, wide = np.ones((2, 4, 2), np.float32), np.ones((2, 4, 3), np.float32)
-    number = "accepted are positive numbers that are normal in float32"
+    number = r"accepted are positive numbers from 2\^-126 to 2\^119"
     unknown = q.astype(ml_dtypes.float8_e4m3fnuz)
     cases: tuple[tuple[Any, dict[str, Any], Any, str], ...] = (
         ((q, k, halves[2]), {}, TypeError, "v has dtype float16; accepted are q, k and v of float8_e4m3fn and"),
@@ -482,7 +493,9 @@ def test_refused() -> None:
         ((q, k, v), {"q_scale": "1"}, TypeError, "q_scale is a str"),
         ((q, k, v), {"q_scale": [1.0]}, TypeError, "q_scale is a list"),
         ((q, k, v), {"q_scale": 0.0}, ValueError, f"q_scale is 0.0; {number}"),
-        ((q, k, v), {"k_scale": -1}, ValueError, f"k_scale is -1; {number}"),
+        ((q, k, v), {"k_scale": -1}, ValueError, f"k_scale is -1.0; {number}"),
+        ((q, k, v), {"k_scale": 10**400}, ValueError, f"k_scale is inf; {number}"),
+        ((q, k, v), {"v_scale": 2.0**120}, ValueError, f"v_scale is 1.3.*e\\+36; {number}"),
         ((q, k, v), {"v_scale": np.nan}, ValueError, f"v_scale is nan; {number}"),
         ((q, k, v), {"v_scale": 1e39}, ValueError, f"v_scale is 1e\\+39; {number}"),
         ((q, k, v), {"q_scale": 0 * tile}, ValueError, f"q_scale is 0.0; {number}"),
@@ -551,6 +564,16 @@ def test_other_gpus(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]
         foreseen = cuflash.explain(*arrays, causal=True, arch=problem.arch)
         assert {each.kernels[-1].problem for each in (explained, foreseen)} == {problem}
     fake_gpu.remove(gpu)
+
+
+def test_what_is_too_long_is_refused_by_all(gpu: FakeGpu) -> None:
+    gpu.execute = False
+    operands = [gpu.at(0x1000, (1, n, 1, 16), ml_dtypes.float8_e4m3fn) for n in (2**31 - 1024, 300, 300)]
+    for call in (cuflash.attention, cuflash.warmup):
+        with pytest.raises(cuflash.UnsupportedError, match="q has sequence length"):
+            call(*operands)
+    assert "q has sequence length" in (cuflash.explain(*operands).refused or "")
+    assert not gpu.compiled
 
 
 def test_rows_that_are_very_far_apart_are_copied(gpu: FakeGpu) -> None:

@@ -396,6 +396,8 @@ def test_from_float8() -> None:
     scales = rng.uniform(0.5, 2, (2, 3, 2)).astype(np.float32)
     made = cuflash.QuantizedTensor.from_float8(x, scales, role="q", layout="bhsd")
     np.testing.assert_array_equal(made.dequantize(), x.astype(np.float32) * scales_of_tokens(made))
+    made = cuflash.QuantizedTensor.from_float8(x, np.float32(0.25), role="q", layout="bhsd")
+    assert (made.scales == 0.25).all()
     for bad, scale, match in (
         (x[..., :15], 1.0, "C-contiguous"),
         (x[:, :, ::2], 1.0, "C-contiguous"),
@@ -403,9 +405,14 @@ def test_from_float8() -> None:
         (x, scales.astype(np.float64), "float32"),
         (x.view(np.uint8), 1.0, "dtype is"),
         ([1], 1.0, "accepted are CuPy"),
+        (x[0], 1.0, "four axes"),
+        *((x, number, "scale is .*; accepted are positive numbers") for number in (0, -1.0, np.nan, 2.0**120, 10**400)),
     ):
         with pytest.raises((TypeError, ValueError), match=match):
             cuflash.QuantizedTensor.from_float8(bad, scale, role="q", layout="bhsd")
+    for options, match in (({"role": "x"}, "role is 'x'"), ({"role": "q", "layout": "sbhd"}, "layout is 'sbhd'")):
+        with pytest.raises(ValueError, match=match):
+            cuflash.QuantizedTensor.from_float8(x, 1.0, **options)  # type: ignore[arg-type]
 
 
 # ---- the calls

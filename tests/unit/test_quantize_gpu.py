@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -133,3 +135,24 @@ def test_what_is_done_on_the_host_says_so(gpu: FakeGpu) -> None:
     v8 = cuflash.quantize(gpu.array(draw()[2]), role="v")
     with pytest.raises(cuflash.UnsupportedError, match=r"on cuda:0; this is done on the host: take to_host\(\)"):
         v8.dequantize()
+
+
+def test_conversions_are_made_where_the_tensor_is(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which need not be the current device."""
+    from cuflash.arrays import cupy_arrays
+
+    codes = gpu.array(np.zeros((2, 130, 4, 64), ml_dtypes.float8_e4m3fn), device=1)
+    image = cuflash.quantize(gpu.array(draw()[2], device=1), role="v")
+    rows = dataclasses.replace(image, storage="rows")
+
+    class Allocates(Exception):
+        pass
+
+    def empty(*_: Any) -> Any:
+        raise Allocates(gpu.device)
+
+    monkeypatch.setattr(cupy_arrays, "empty", empty)
+    for convert in (lambda: cuflash.QuantizedTensor.from_float8(codes, 1.0, role="v"), image.to_rows, rows.to_image):
+        with pytest.raises(Allocates, match="1"):
+            convert()
+    assert gpu.device == 0

@@ -369,6 +369,17 @@ def test_fast_calls_have_kernels_of_their_own(gpu: FakeGpu) -> None:
     assert len(ready) == 3 and gpu.compiled[-1].one_level
 
 
+@pytest.mark.parametrize(("capability", "dim_v", "kernels"), [((8, 0), 64, 1), ((8, 9), 64, 2), ((8, 9), 144, 1)])
+def test_fast_calls_compile_nothing_where_they_make_no_difference(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], dim_v: int, kernels: int
+) -> None:
+    gpu = fake_gpu.install(monkeypatch, capability=capability)
+    for precision in ("fp8", "fp8-fast"):
+        cuflash.warmup(*map(gpu.array, draw(dims=(64, dim_v))), precision=precision)
+    assert len([problem for problem in gpu.compiled if problem.task == "forward"]) == kernels
+    fake_gpu.remove(gpu)
+
+
 def test_explain_names_the_variant_for_few_queries(gpu: FakeGpu) -> None:
     arrays = [gpu.array(x) for x in draw(dims=(64, 64))]
     for precision, causal in product(("fp8", "fp8-fast"), (False, True)):
@@ -426,8 +437,10 @@ def test_refused(gpu: FakeGpu) -> None:
 def test_what_is_followed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     torch = pytest.importorskip("torch")
     q, k, v = (torch.ones(1, 5, 2, 16, dtype=torch.bfloat16, requires_grad=name == "k") for name in "qkv")
-    with pytest.raises(cuflash.UnsupportedError, match="precision='fp8' is not followed by autograd"):
-        cuflash.attention(q, k, v, precision="fp8")
+    for call in (cuflash.attention, cuflash.warmup):
+        with pytest.raises(cuflash.UnsupportedError, match="precision='fp8' is not followed by autograd"):
+            call(q, k, v, precision="fp8")
+    assert "not followed by autograd" in (cuflash.explain(q, k, v, precision="fp8").refused or "")
     with torch.no_grad():
         assert cuflash.attention(q, k, v, precision="fp8").shape == q.shape
 
@@ -542,6 +555,28 @@ def test_explain_says_what_ptxas_does() -> None:
 def test_explain_names_the_rule(options: dict[str, Any], rule: str, match: str) -> None:
     explained = cuflash.explain(*draw(), **{"precision": "fp8", **options})
     assert explained.rule == rule and match in (explained.refused or "")
+
+
+def test_explain_refuses_quantized_tensors_as_a_gpu_would() -> None:
+    q8, k8, v8 = cuflash.quantize_qkv(*draw())
+    moved = np.empty(q8.payload.size + 1, np.uint8)[1:].reshape(q8.payload.shape)
+    assert cuflash.explain(dataclasses.replace(q8, payload=moved), k8, v8, arch="sm_90").refused is None
+    for operands, match in (
+        ((q8, k8, v8.to_rows()), "v is stored as 'rows'"),
+        ((q8, dataclasses.replace(k8, mean=k8.mean[:, :1]), v8), "k has a mean of shape (2, 1, 64)"),
+    ):
+        assert match in (cuflash.explain(*operands, arch="sm_90").refused or "")
+        assert cuflash.explain(*operands).backend == "numpy"
+
+
+def test_explain_counts_a_result_that_is_copied(gpu: FakeGpu) -> None:
+    arrays = [gpu.array(x) for x in draw()]
+    around = np.zeros((2, 130, 4, 96), np.float16)
+    plain = cuflash.explain(*arrays, precision="fp8")
+    for out, copied in ((around[..., :48], False), (around[..., ::2], True), (around[..., 1:49], True)):
+        explained = cuflash.explain(*arrays, precision="fp8", out=gpu.array(out))
+        assert explained.workspace_bytes - plain.workspace_bytes == (2 * 2 * 130 * 4 * 48 if copied else 0)
+        assert any("out is copied" in note for note in explained.notes) is copied
 
 
 def test_explain_of_dtypes() -> None:

@@ -14,8 +14,8 @@ DEVICE bool cta_sync_or(bool predicate) { return emulation::block_vote_any(predi
 DEVICE void warp_sync() { emulation::warp_barrier(); }
 DEVICE bool warp_any(bool predicate) { return emulation::vote_any(predicate); }
 
-DEVICE void grid_dependency_wait() {}   // kernels run one after the other
-DEVICE void grid_dependents_launch() {}
+DEVICE void grid_dependency_wait() { emulation::dependency_wait(); }
+DEVICE void grid_dependents_launch() {}   // kernels run one after the other
 
 // ---- asynchronous copies
 
