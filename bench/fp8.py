@@ -26,7 +26,7 @@ from cuflash.build import build
 from cuflash.settings import read_settings
 
 HEAD_DIMS = (64, 128, 256)
-LENGTHS = (1024, 2048, 4096, 8192, 16384)
+LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 ROUNDS = 12
 QUERIES = 1024
 Host = np.ndarray[Any, Any]

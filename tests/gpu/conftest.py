@@ -1,4 +1,8 @@
-"""Kernels of the GPU tests, compiled ahead in processes: those of a whole run, and those that tests make themselves."""
+"""Kernels of the GPU tests, compiled ahead in processes: those of a whole run, and those that tests make themselves.
+
+A file whose kernels no other takes, as those of 8-bit operands, lists them in a function ``kernels_ahead``, with their
+configs. ``--family`` does not choose between these, and so the file has no part in such a run.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,7 @@ import math
 import multiprocessing
 import os
 import warnings
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ProcessPoolExecutor
 from pathlib import Path
@@ -18,11 +23,15 @@ from tests.conftest import family_asked_for
 from tests.gpu.support import CAUSAL, DTYPES, HEAD_DIMS, Variant, compile_variant, target
 
 if TYPE_CHECKING:
+    from cuflash.build import Job
     from cuflash.compiled import Compiled
     from cuflash.problem import AttentionProblem
 
 WHOLE_RUN = 200
-"""From this many GPU tests on, beside those that make their own kernels, it pays to compile ahead."""
+"""From this many GPU tests on, beside those that make or list their own kernels, it pays to compile ahead."""
+
+MANY = 10
+"""From this many tests of a file on it pays to compile ahead what the file lists."""
 
 
 def _variants(item: pytest.Item) -> list[Variant]:
@@ -45,31 +54,59 @@ def _gradient_problems(index: int, access_bytes: int) -> tuple[AttentionProblem,
     return problems_beside(forward, arch)
 
 
+def _of_common_calls() -> Iterator[AttentionProblem]:
+    """What calls take that many files make: all shipped kernels but those of 8 bits, and those of HEAD_DIMS."""
+    from cuflash.kernels import device_targets, shipped_problems
+    from cuflash.problem import AttentionProblem
+
+    for arch in device_targets(target()):
+        for problem in shipped_problems(arch):
+            if problem.input_dtype is None and problem.task.startswith(("forward", "backward")):
+                yield problem
+    for index, (d, dv) in enumerate(HEAD_DIMS):
+        access_bytes = min(16, 2 * math.gcd(d, dv, 8))
+        arch = device_targets(target(), access_bytes)[-1]
+        masks = ("full", "causal") if index % 2 == 0 else ("causal", "full")
+        for dtype, mask in zip(DTYPES, masks, strict=True):
+            yield AttentionProblem(d, dv, dtype, mask, access_bytes, False, arch)  # type: ignore[arg-type]
+        yield from _gradient_problems(index, access_bytes)
+
+
+def _jobs(items: list[pytest.Item]) -> set[Job]:
+    """What is to be compiled before these tests run."""
+    from cuflash.kernels import family_in_use, select_config
+
+    tests = Counter(item.module for item in items if not _variants(item))  # type: ignore[attr-defined]
+    listing = {module: count for module, count in tests.items() if hasattr(module, "kernels_ahead")}
+    jobs: set[Job] = set()
+    if not family_in_use():
+        jobs.update(job for module, count in listing.items() if count >= MANY for job in module.kernels_ahead())
+    if tests.total() - sum(listing.values()) >= WHOLE_RUN:
+        jobs |= {(problem, select_config(problem)) for problem in _of_common_calls()}
+    return jobs
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _kernels(request: pytest.FixtureRequest, shared_cache: Path) -> None:
     from cuflash.build import build
-    from cuflash.kernels import device_targets, select_config, shipped_problems
-    from cuflash.problem import AttentionProblem
     from cuflash.settings import read_settings
 
-    gpu_items = (item for item in request.session.items if item.get_closest_marker("gpu"))
-    running = [item for item in gpu_items if not _variants(item)]
-    if len(running) < WHOLE_RUN or "PYTEST_XDIST_WORKER" in os.environ or not read_settings().jit:
+    if "PYTEST_XDIST_WORKER" in os.environ or not read_settings().jit:
         return
-    faulthandler.cancel_dump_traceback_later()  # minutes, where cores are few; not what the first test may take
     with family_asked_for(request.config):
-        problems = {problem for arch in device_targets(target()) for problem in shipped_problems(arch)}
-        for index, (d, dv) in enumerate(HEAD_DIMS):
-            access_bytes = min(16, 2 * math.gcd(d, dv, 8))
-            arch = device_targets(target(), access_bytes)[-1]
-            masks = ("full", "causal") if index % 2 == 0 else ("causal", "full")
-            for dtype, mask in zip(DTYPES, masks, strict=True):
-                problems.add(AttentionProblem(d, dv, dtype, mask, access_bytes, False, arch))  # type: ignore[arg-type]
-            problems.update(_gradient_problems(index, access_bytes))
-    failed = [
-        built for built in build([(p, select_config(p)) for p in problems], shared_cache / "cuflash") if built.error
-    ]
+        jobs = _jobs([item for item in request.session.items if item.get_closest_marker("gpu")])
+    if jobs:
+        faulthandler.cancel_dump_traceback_later()  # minutes, where cores are few; not what the first test may take
+    # Those that take longest first, so that all processes end at about the same time.
+    ordered = sorted(jobs, key=lambda job: -max(job[0].head_dim, job[0].head_dim_v))
+    failed = [built for built in build(ordered, shared_cache / "cuflash") if built.error]
     assert not failed, "\n".join(f"{built.symbol}: {built.error}" for built in failed)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _concerned_by_family(request: pytest.FixtureRequest) -> None:
+    if hasattr(request.module, "kernels_ahead") and request.config.getoption("--family"):
+        pytest.skip("GPU test: of kernels that are no part of a run with --family")
 
 
 @pytest.fixture(scope="session")

@@ -2,36 +2,59 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 from unittest import mock
 
 import pytest
 
+import cuflash
 from cuflash import jit, kernels
 from cuflash.arch import fp8_sm80
-from tests.gpu.support import target
+from tests.gpu.support import jobs_of, target
+
+if TYPE_CHECKING:
+    from cuflash.build import Job
+
+Call: TypeAlias = "tuple[Sequence[Any], Mapping[str, Any]]"
+"""Q, K and V, which may be on the host, and options of `cuflash.explain`."""
 
 PRODUCTS = {"wgmma": "sm_90a", "fp16 by mma.sync": "sm_90", "codes by mma.sync": "sm_89"}
 """What is tested on a Hopper GPU, and the target whose configs it has; elsewhere the device's own kernels are."""
 
+of_one_kind = pytest.mark.parametrize("kind", list(PRODUCTS)[:1], indirect=True)
+"""For tests of what is the same for all kinds, in files whose fixture ``kind`` has PRODUCTS for parameters."""
+
 
 @contextmanager
-def kernels_of(request: pytest.FixtureRequest, cache: Path, explained: Callable[[], Iterable[Any]]) -> Iterator[str]:
-    """Inside, calls take kernels of the kind that is the fixture's parameter; skips where the run has no such.
-
-    Those of the explained calls are compiled before, in processes: one after the other they would take a minute.
-    """
-    if request.config.getoption("--family"):
-        pytest.skip("GPU test: of kernels that are no part of a run with --family")
-    if target() not in kernels.TMA_TARGETS and request.param != "wgmma":
+def kernels_of(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Inside, calls take kernels of the kind that is the fixture's parameter; skips where the device has no such."""
+    if request.param not in _kinds():
         pytest.skip("GPU test: of the kernels that Hopper GPUs have beside those of the device")
     with _products(request.param):
-        _compile_ahead(explained(), cache / "cuflash")
         yield request.param
+
+
+def jobs_of_kinds(calls: Iterable[Call]) -> list[Job]:
+    """What these calls take, of all kinds."""
+    jobs: list[Job] = []
+    calls = list(calls)
+    for kind in _kinds():
+        with _products(kind):
+            jobs += jobs_of_calls(calls)
+    return jobs
+
+
+def jobs_of_calls(calls: Iterable[Call]) -> list[Job]:
+    """What these calls take, of the kind that is in use: outside of tests, the first."""
+    return [job for arrays, options in calls for job in jobs_of(cuflash.explain(*arrays, arch=target(), **options))]
+
+
+def _kinds() -> list[str]:
+    """Of `PRODUCTS`, those that this device has."""
+    return list(PRODUCTS) if target() in kernels.TMA_TARGETS else ["wgmma"]
 
 
 @contextmanager
@@ -44,11 +67,3 @@ def _products(name: str) -> Iterator[None]:
     code, loaded = (mock.patch.dict(table, clear=True) for table in (jit._code, jit._loaded))
     with configs, code, loaded, kernels.use_family("forward_fp8_sm80"):
         yield
-
-
-def _compile_ahead(explained: Iterable[Any], cache: Path) -> None:
-    from cuflash.build import build
-
-    jobs = {kernel.problem: kernel.config for each in explained for kernel in each.kernels}
-    failed = [built for built in build(list(jobs.items()), cache) if built.error]
-    assert not failed, "\n".join(f"{built.symbol}: {built.error}" for built in failed)

@@ -24,6 +24,7 @@ from tests.mutation import Mutation
 from tests.oracle import assert_accurate, assert_lse
 
 if TYPE_CHECKING:
+    from cuflash.build import Job
     from cuflash.compiled import Compiled
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -151,6 +152,11 @@ def require_hopper() -> None:
 
     if kernels.device_targets(target())[-1] not in kernels.TMA_TARGETS.values():
         pytest.skip("GPU test: of Hopper kernels, which calls do not take in this run")
+
+
+def jobs_of(explained: cuflash.Explanation) -> list[Job]:
+    """The kernels of a call, for `cuflash.build`."""
+    return [(kernel.problem, kernel.config) for kernel in explained.kernels]
 
 
 class Variant(NamedTuple):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
-from pathlib import Path
+from itertools import product
 from typing import Any, NamedTuple
 
 import ml_dtypes
@@ -11,12 +12,16 @@ import numpy as np
 import pytest
 
 import cuflash
+from cuflash.build import Job
 from cuflash.fp8 import FORMATS
 from cuflash.fp8_layout import TILE
-from tests.gpu.float8_products import PRODUCTS, kernels_of
-from tests.gpu.support import CAUSAL, Array, assert_same_bits, poison_pool, swap_layout, target, to_host
-from tests.gpu.test_fp8 import SCORE_ROUNDING, Real, rounding_probabilities
-from tests.oracle import judge, oracle
+from cuflash.kernels import select_config
+from cuflash.prepare_kernels import prepare_problem
+from tests.fp8 import Real
+from tests.gpu.float8_expected import judge_attention
+from tests.gpu.float8_products import PRODUCTS, Call, jobs_of_calls, jobs_of_kinds, kernels_of, of_one_kind
+from tests.gpu.support import CAUSAL, Array, assert_same_bits, host_qkv, poison_pool, swap_layout, target, to_host
+from tests.oracle import oracle
 
 pytestmark = pytest.mark.gpu
 
@@ -65,17 +70,40 @@ CASES = (
 
 
 @pytest.fixture(scope="module", autouse=True, params=PRODUCTS)
-def kind(request: pytest.FixtureRequest, shared_cache: Path) -> Iterator[str]:
-    """Kernels of one kind, for all of this file."""
-    with kernels_of(request, shared_cache, _explained) as name:
+def kind(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Kernels of one kind, for all tests of this file but those of what is the same for all."""
+    with kernels_of(request) as name:
         yield name
 
 
-def _explained() -> Iterator[Any]:
-    """What most tests below take."""
-    for case in (*CASES, Case((2, 2), (1, 1), (64, 64)), Case((2, 2), (1, 1), (128, 128))):
-        for causal in CAUSAL[:2]:
-            yield cuflash.explain(*case.arrays(), causal=causal, return_lse=True, arch=target())
+def kernels_ahead() -> list[Job]:
+    # Of the tests of strides; of one without elements, where CuPy's strides are 0, which allow no wide accesses.
+    prepare = [prepare_problem(dim, dim, access_bytes, target()) for dim, access_bytes in ((64, 4), (64, 1), (128, 1))]
+    return [*jobs_of_kinds(_calls()), *jobs_of_calls(_calls_of_one_kind()), *((p, select_config(p)) for p in prepare)]
+
+
+def _calls() -> Iterator[Call]:
+    """What the tests below take of all kinds."""
+    for case, causal in product(CASES, CAUSAL[:2]):
+        yield case.arrays(), {"causal": causal, "return_lse": True}
+    for dim, form in product((64, 128), FORMATS):
+        yield _small(dim, E4M3, E4M3, form), {"out_dtype": "float16"}
+    for form in FORMATS:
+        yield _small(128, form, form, form), {"causal": True}
+    yield _small(128, E4M3, E4M3, E4M3), {}
+
+
+def _calls_of_one_kind() -> Iterator[Call]:
+    """And beside these, of one."""
+    for dim, causal in ((64, False), (128, True)):
+        yield host_qkv((2, 2), (1, 1), (dim, dim)), {"precision": "fp8", "causal": causal}
+        for form in FORMATS:
+            yield _small(dim, form, form, form), {"causal": causal, "out_dtype": "float16"}
+    yield _small(64, E4M3, E5M2, E4M3), {"causal": True}
+
+
+def _small(dim: int, *forms: str) -> list[np.ndarray]:
+    return Case((2, 2), (1, 1), (dim, dim), forms).arrays()  # type: ignore[arg-type]
 
 
 def to_gpu(x: Any) -> Any:
@@ -111,17 +139,9 @@ def check(
     poison_pool(8 * arrays[0].size + 8 * arrays[2].size)
     operands = [place(to_gpu(x)) for x in arrays]
     out, lse = cuflash.attention(*operands, causal=causal, return_lse=True, **options, **named(scales))
-    causal = "bottom_right" if causal is True else causal
     q, k, v = (values(x, scale) for x, scale in zip(arrays, scales, strict=True))
-    expected, expected_lse = oracle(q, k, v, causal=causal)
-    found = swap_layout(to_host(out))
-    scale = q.shape[3] ** -0.5
-    judge(found, expected, rounding_probabilities(Real(q, k, v, 0 * v[:, :, 0]), causal, scale, found.dtype))
-    products = np.abs(q) @ np.repeat(np.abs(k), q.shape[1] // k.shape[1], axis=1).swapaxes(2, 3)
-    allowed = SCORE_ROUNDING * scale * products.max(axis=3, initial=0) + 1e-4
-    dead = np.isneginf(expected_lse)
-    assert (np.isneginf(to_host(lse)) == dead).all()
-    assert (np.abs(np.where(dead, 0, to_host(lse)) - np.where(dead, 0, expected_lse)) <= allowed).all()
+    real = Real(q, k, v, 0 * v[:, :, 0])
+    judge_attention(swap_layout(to_host(out)), to_host(lse), real, causal, q.shape[3] ** -0.5)
     return out
 
 
@@ -136,6 +156,7 @@ def test_shapes_formats_scales(index: int, causal: Any) -> None:
     assert out.dtype == ml_dtypes.bfloat16 and out.flags.c_contiguous
 
 
+@of_one_kind
 @pytest.mark.parametrize("form", FORMATS)
 def test_the_very_bits_of_the_same_quantized_tensors(form: Any) -> None:
     """The preparing kernel makes what the quantizer writes: the attention kernel cannot tell."""
@@ -170,24 +191,29 @@ def _every_other(x: Any) -> Any:
     return cp.ndarray(x.shape, x.dtype, around.data, strides=(*around.strides[:3], 2))
 
 
-PLACES: dict[str, tuple[Callable[[Any], Any], bool]] = {
-    "rows apart": (lambda x: _spread(x, 1, 3), False),
-    "heads apart": (lambda x: _spread(x, 2, 1), False),
-    "packed": (lambda x: _spread(x, 3, 64), False),
-    "four bytes": (lambda x: _spread(x, 3, 4), True),
-    "one byte": (lambda x: _spread(x, 3, 1), True),
-    "every other column": (_every_other, True),
-}
+@pytest.mark.parametrize(("axis", "gap"), [(1, 3), (2, 1), (3, 64)], ids=["rows apart", "heads apart", "packed"])
+def test_strides(axis: int, gap: int) -> None:
+    """Of Q and K that the attention kernel reads where they are."""
+    _check_place(lambda x: _spread(x, axis, gap), copied=False)
 
 
-@pytest.mark.parametrize("place", PLACES)
-def test_strides(place: str) -> None:
+@of_one_kind
+@pytest.mark.parametrize(
+    "place",
+    [lambda x: _spread(x, 3, 4), lambda x: _spread(x, 3, 1), _every_other],
+    ids=["four bytes", "one byte", "every other column"],
+)
+def test_strides_that_need_a_copy(place: Callable[[Any], Any]) -> None:
+    """Which the preparing kernel makes."""
+    _check_place(place, copied=True)
+
+
+def _check_place(place: Callable[[Any], Any], copied: bool) -> None:
     case = Case((300, 400), (4, 2), (64, 64))
-    move, copied = PLACES[place]
     arrays, scales = case.arrays(5), case.scales()
     expected = check(arrays, scales, True)
-    assert_same_bits(check(arrays, scales, True, move), expected)
-    explained = cuflash.explain(*(move(to_gpu(x)) for x in arrays), causal=True)
+    assert_same_bits(check(arrays, scales, True, place), expected)
+    explained = cuflash.explain(*(place(to_gpu(x)) for x in arrays), causal=True)
     assert ("q is copied" in str(explained)) == copied
 
 
@@ -204,6 +230,7 @@ def test_layouts_output_dtypes_and_out() -> None:
     assert_same_bits(cp.ascontiguousarray(out.swapaxes(1, 2)), expected)
 
 
+@of_one_kind
 def test_broadcast_keys() -> None:
     """A stride of 0, which TMA does not take."""
     import cupy as cp
@@ -255,15 +282,21 @@ def test_infinities_and_nan_of_the_codes() -> None:
     np.testing.assert_allclose(found[:, :128], expected[:, :128], atol=0.25, rtol=0.06)  # P is rounded to 3 bits
 
 
+@functools.cache
+def _values_with_a_mean(dim: int, form: str) -> tuple[list[np.ndarray], np.ndarray]:
+    """Q, K and V, and attention on them in float64."""
+    case = Case((256, 4096), (2, 2), (dim, dim), (E4M3, E4M3, form), (None, None, None), batch=1)
+    q, k, v = case.arrays(4)
+    v = (v.astype(np.float32) + 1).astype(v.dtype)
+    return [q, k, v], swap_layout(oracle(*(values(x, 1.0) for x in (q, k, v)), causal=False)[0])
+
+
 @pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize("dim", [64, 128])
 def test_values_with_a_mean(dim: int, form: str) -> None:
     """Which codes from elsewhere have: two levels keep the bias within 0.3 per cent."""
-    case = Case((256, 4096), (2, 2), (dim, dim), (E4M3, E4M3, form), (None, None, None), batch=1)
-    q, k, v = case.arrays(4)
-    v = (v.astype(np.float32) + 1).astype(v.dtype)
-    out = to_host(cuflash.attention(*map(to_gpu, (q, k, v)), out_dtype="float16")).astype(np.float64)
-    exact = swap_layout(oracle(*(values(x, 1.0) for x in (q, k, v)), causal=False)[0])
+    arrays, exact = _values_with_a_mean(dim, form)
+    out = to_host(cuflash.attention(*map(to_gpu, arrays), out_dtype="float16")).astype(np.float64)
     assert abs((out - exact).mean() / np.abs(exact).mean()) <= 3e-3
 
 
@@ -276,6 +309,7 @@ def test_runs_repeat_bit_for_bit() -> None:
     assert_same_bits(out, first)
 
 
+@of_one_kind
 def test_nothing_to_compute() -> None:
     for lengths in ((0, 10), (10, 0)):
         case = Case(lengths, (2, 2), (128, 128))
@@ -295,6 +329,7 @@ def _torch_of(torch: Any, x: Any) -> Any:
     return torch.from_numpy(x).cuda()
 
 
+@of_one_kind
 def test_torch_tensors(torch: Any) -> None:
     case = Case((200, 300), (4, 2), (128, 128), (E4M3, E5M2, E4M3), (3, 0, None))
     arrays, scales = case.arrays(), case.scales()
@@ -326,6 +361,7 @@ def test_captured_in_a_graph(torch: Any) -> None:
         assert torch.equal(found, expected)
 
 
+@of_one_kind
 def test_jax_arrays() -> None:
     jax = pytest.importorskip("jax")
     if jax.default_backend() != "gpu":

@@ -2,18 +2,36 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
 import pytest
 
 import cuflash
-from tests.gpu.support import DTYPES, HEAD_DIMS, host_qkv, poison_pool, to_device
+from cuflash.build import Job
+from cuflash.kernels import select_config
+from cuflash.problem import AttentionProblem
+from cuflash.quantize_kernels import TASKS
+from tests.gpu.support import DTYPES, HEAD_DIMS, host_qkv, poison_pool, target, to_device
 
 pytestmark = pytest.mark.gpu
 
 FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
 LENGTHS = ((1, 1), (127, 129), (300, 1000), (513, 255))
+
+
+def kernels_ahead() -> list[Job]:
+    """Those of all head dims, and of what the tests below take beside them."""
+    calls = [(*dims, DTYPES[i % 2], min(16, 2 * math.gcd(*dims, 8))) for i, dims in enumerate(HEAD_DIMS)]
+    calls += [(64, 64, "float16", access_bytes) for access_bytes in (16, 8, 2)]
+    calls += [(dim, dim, "bfloat16", 16) for dim in (128, 256)]
+    problems = [
+        AttentionProblem(d, dv, dtype, "full", access_bytes, False, target(), task)  # type: ignore[arg-type]
+        for d, dv, dtype, access_bytes in calls
+        for task in TASKS
+    ]
+    return [(problem, select_config(problem)) for problem in problems]
 
 
 def assert_same(found: cuflash.QuantizedTensor, expected: cuflash.QuantizedTensor) -> None:
