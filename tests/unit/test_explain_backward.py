@@ -19,7 +19,7 @@ from cuflash.backward_cost import (
     backward_standard_bytes,
     rows_seeing,
 )
-from cuflash.cost import Shape
+from cuflash.cost import NOMINAL_DEVICES, Shape
 from tests.unit import fake_gpu
 from tests.unit.fake_gpu import FakeGpu
 from tests.unit.test_explain import GIB, arrays, seen, shapes
@@ -125,6 +125,7 @@ def test_planned_kernels_are_the_registrys(arch, causal):
 @pytest.mark.parametrize(("heads", "causal"), [((4, 4), False), ((4, 2), True)])
 def test_what_is_explained_is_what_is_launched(gpu: FakeGpu, deterministic, heads, causal):
     """Kernels, grids, target and workspace, for arrays on a GPU and planned for it."""
+    gpu.multiprocessors = NOMINAL_DEVICES["sm_90"].multiprocessors  # on which grids depend
     rng = np.random.default_rng(0)
     shapes = {"q": heads[0], "k": heads[1], "v": heads[1]}
     host = {name: rng.standard_normal((2, 150, h, 64)).astype(np.float16) for name, h in shapes.items()}
