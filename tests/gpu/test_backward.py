@@ -308,7 +308,7 @@ def test_streams() -> None:
     streams = [cp.cuda.Stream(non_blocking=True) for _ in range(4)]
     cp.cuda.Device().synchronize()
     with streams[0]:
-        spin()
+        spin(1_000_000_000)  # half a second: a slow host is no wait for the device
         for name, x in call.arguments.items():
             _copy(late[name], x)
         results = [Call(late, call.options).run(deterministic=True)]
