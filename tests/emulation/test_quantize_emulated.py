@@ -171,7 +171,7 @@ def test_the_emulator_sees_missing_barriers(ignored: str) -> None:
         ("quantize", "if (index(turn) >= p.k_begin) grid_dependency_wait();", ""),
         ("quantize", "if (index(turn) >= p.k_begin)", "if (index(turn) >= p.v_begin)"),
         ("quantize_means", "distance / 2 + (step", "(step"),
-        ("quantize_means", "half = kWarps / 2", "half = kWarps / 4"),
+        ("quantize_means", "tree_sum<kWarps>(of)", "tree_sum<kWarps / 2>(of)"),
         ("quantize_means", "mask = 16; mask >= kLanes", "mask = 16; mask > kLanes"),
         ("quantize_means", "x = -x", "x = x"),
         ("quantize_means", "cta_sync();   // who still reads", ""),
