@@ -64,11 +64,6 @@ def attention_float8(
     except (AttributeError, TypeError, RuntimeError):  # on the CPU, followed, or not what it should be: checked below
         key = plan = None
     if plan is None:
-        if kind.follower((q, k, v)):
-            raise UnsupportedError(
-                "q, k or v is followed by autograd, torch.compile or transformations, which 8-bit floats are not for: "
-                "call it under torch.no_grad(), with q.detach() and so on"
-            )
         options = {"causal": causal, "scale": scale, "layout": layout, "return_lse": return_lse}
         foreseen = foresee_float8(q, k, v, scales, **options, out=out, out_dtype=out_dtype, precision=precision)
         call, arrays = foreseen.call, cast(Float8Arrays, foreseen.sources)
@@ -144,6 +139,10 @@ def foresee_float8(
 ) -> Foreseen:
     """Check a call whole, before anything is allocated or launched."""
     layout = check_layout(layout)
+    if kind := kind_of(q):
+        given = {"q": q, "k": k, "v": v} | {f"{role}_scale": x for role, x in scales.items()}
+        if refusal := kind.refusal(given, "attention of 8-bit floats"):
+            raise UnsupportedError(refusal)
     arrays = check_arrays({"q": q, "k": k, "v": v}, scales, layout)
     q8, k8, v8 = (_as_if_quantized(arrays, role) for role in ROLES)
     call = QuantizedCall(

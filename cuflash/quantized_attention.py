@@ -334,11 +334,9 @@ def foresee(
     from .quantize_plan import Sources
 
     kind = kind_of(q)
-    if kind is not None and kind.follower((q, k, v)):
-        raise UnsupportedError(
-            "precision='fp8' is not followed by autograd, torch.compile or transformations, and q, k or v is: call it "
-            "under torch.no_grad(), with q.detach() and so on, or without precision"
-        )
+    what = f"attention with precision={precision!r}"
+    if kind is not None and (refusal := kind.refusal({"q": q, "k": k, "v": v}, what)):
+        raise UnsupportedError(refusal)
     request = request_for((q, k, v), None, **options)
     operands = {x.name: adopt(x.name, x.array) for x in (request.q, request.k, request.v)}
     q8, k8, v8 = (_as_if_quantized(x, request.layout) for x in operands.values())

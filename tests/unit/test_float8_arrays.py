@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from itertools import product
 from typing import Any
@@ -635,9 +636,13 @@ def test_torch_is_not_followed() -> None:
     scale = torch.ones(2, 4, requires_grad=True)
     with pytest.raises(cuflash.UnsupportedError, match="q_scale requires grad"):
         cuflash.attention(q, k, v, q_scale=scale)
-    q.requires_grad_()
-    with pytest.raises(cuflash.UnsupportedError, match="followed by autograd"):
+    with pytest.raises(cuflash.UnsupportedError, match=r"torch.compile follows the call, .* outside of what is comp"):
+        torch.compile(lambda q: cuflash.attention(q, k, v), backend="eager")(q)
+    v.requires_grad_()
+    message = "v requires grad, and attention of 8-bit floats has no gradients: call it under torch.no_grad()"
+    with pytest.raises(cuflash.UnsupportedError, match=re.escape(message)):
         cuflash.attention(q, k, v)
+    assert (cuflash.explain(q, k, v).refused or "").startswith(message)
     with torch.no_grad():
         assert cuflash.attention(q, k, v, q_scale=scale).shape == (2, 130, 4, 48)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections.abc import Iterator
+from functools import partial
 from itertools import product
 from typing import Any
 from unittest import mock
@@ -438,11 +439,20 @@ def test_what_is_followed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     torch = pytest.importorskip("torch")
     q, k, v = (torch.ones(1, 5, 2, 16, dtype=torch.bfloat16, requires_grad=name == "k") for name in "qkv")
     for call in (cuflash.attention, cuflash.warmup):
-        with pytest.raises(cuflash.UnsupportedError, match="precision='fp8' is not followed by autograd"):
+        with pytest.raises(cuflash.UnsupportedError, match=r"^k requires grad, .*'fp8' has no gradients: .* k.detach"):
             call(q, k, v, precision="fp8")
-    assert "not followed by autograd" in (cuflash.explain(q, k, v, precision="fp8").refused or "")
-    with torch.no_grad():
-        assert cuflash.attention(q, k, v, precision="fp8").shape == q.shape
+    assert "k requires grad, " in (cuflash.explain(q, k, v, precision="fp8").refused or "")
+    k = k.detach()
+    attend = partial(cuflash.attention, precision="fp8")
+    for follow, found in (
+        (lambda call: torch.compile(call, backend="eager"), "torch.compile follows the call, .* outside of what is"),
+        (torch.func.vmap, "a transformation of torch.func follows the call, .* outside of it"),
+        (torch.fx.experimental.proxy_tensor.make_fx, "a dispatch mode, .* outside of it"),
+    ):
+        with pytest.raises(cuflash.UnsupportedError, match=found):
+            follow(lambda q, k, v: attend(q, k, v) * 2)(q, k, v)
+    disabled = torch.compile(lambda q, k, v: torch.compiler.disable(attend)(q, k, v) * 2, backend="eager")
+    assert (disabled(q, k, v) == 2 * attend(q, k, v)).all()
 
 
 def test_jax_tracers_are_refused() -> None:
