@@ -159,6 +159,8 @@ def compute(
 
         if bridge.is_quantized(q):
             return _attend_quantized(q, k, v, causal, scale, layout, return_lse, out)
+        if is_float8(q):
+            return _attend_quantized(q, k, v, causal, scale, layout, return_lse, out)
         if out is None and bridge.is_traced(q, k, v):
             from .jax import attention as traced_attention
 

@@ -173,8 +173,9 @@ def _adopt(arrays: dict[str, Any]) -> list[Operand]:
 def _refuse_float8(x: Operand) -> None:
     if x.dtype in FLOAT8_DTYPES:
         raise UnsupportedError(
-            f"{x.name} has dtype {x.dtype}, whose scales are not known: cuflash.attention takes q, k and v all of such "
-            "types, with q_scale=, k_scale= and v_scale=, without gradients; or cast it to bfloat16 or float16"
+            f"{x.name} has dtype {x.dtype}; 8-bit floats are for cuflash.attention alone, q, k and v all of them, "
+            "without gradients and outside of what torch or JAX compiles: call that (q_scale=, k_scale= and v_scale= "
+            f"take their scales), or cast {x.name} to bfloat16 or float16"
         )
 
 

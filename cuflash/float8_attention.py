@@ -105,9 +105,10 @@ def _of_foreign(q: Any, k: Any, v: Any, scales: Mapping[str, Any], out: Any, **o
     """The call by views of its arrays, and the result in their kind."""
     from .arrays import bridge
 
-    if bridge.is_traced(q, k, v):
+    if bridge.is_traced(q, k, v, *scales.values()):
         raise UnsupportedError(
-            "8-bit floats are not for JAX tracers: make the call outside of jax.jit, jax.grad, jax.vmap and the like"
+            "attention of 8-bit floats is not for JAX tracers: make the call outside of jax.jit, jax.grad, jax.vmap "
+            "and the like"
         )
     arrays = {f"{role}_scale": x for role, x in scales.items() if not _is_number(x)}
 

@@ -127,10 +127,10 @@ def concerns_float8(q: Any, precision: Any, out_dtype: Any, scales: Mapping[str,
     return any(x is not None for x in options) or is_quantized(q) or is_float8(q)
 
 
-def is_traced(q: Any, k: Any, v: Any) -> bool:
-    """Whether these are JAX arrays of which at least one is a tracer: `cuflash.jax` takes them."""
+def is_traced(q: Any, *others: Any) -> bool:
+    """Whether ``q`` is a JAX array and at least one of all is a tracer: `cuflash.jax` takes q, k and v."""
     jax = sys.modules.get("jax")
-    return jax is not None and isinstance(q, jax.Array) and any(isinstance(x, jax.core.Tracer) for x in (q, k, v))
+    return jax is not None and isinstance(q, jax.Array) and any(isinstance(x, jax.core.Tracer) for x in (q, *others))
 
 
 def _view_jax(name: str, x: Any) -> Any:

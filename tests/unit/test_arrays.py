@@ -167,13 +167,13 @@ def test_types_are_not_guessed(adopt: Any, dtype: Any, words: str) -> None:
 def test_fp8_beside_other_types_is_refused_by_name(adopt: Any, dtype: str) -> None:
     q, k, v = (adopt(np.zeros(SHAPE, np.float16)) for _ in range(3))
     codes = adopt(np.zeros(SHAPE, getattr(ml_dtypes, dtype)))
-    with pytest.raises(cuflash.UnsupportedError, match=f"v has dtype {dtype}, whose scales are not known: .* or cast"):
+    with pytest.raises(cuflash.UnsupportedError, match=f"v has dtype {dtype}; 8-bit floats are for .*, or cast"):
         cuflash.attention(q, k, codes)
     with pytest.raises(
         TypeError, match="k has dtype float16; accepted are q, k and v of float8_e4m3fn and float8_e5m2"
     ):
         cuflash.attention(codes, k, v)
-    with pytest.raises(cuflash.UnsupportedError, match=f"q has dtype {dtype}, whose scales are not known"):
+    with pytest.raises(cuflash.UnsupportedError, match=f"q has dtype {dtype}; 8-bit floats are for"):
         cuflash.attention_backward(codes, codes, codes, codes, codes, codes)
 
 

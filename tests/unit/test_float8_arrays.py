@@ -477,7 +477,7 @@ def test_refused() -> None:
     unknown = q.astype(ml_dtypes.float8_e4m3fnuz)
     cases: tuple[tuple[Any, dict[str, Any], Any, str], ...] = (
         ((q, k, halves[2]), {}, TypeError, "v has dtype float16; accepted are q, k and v of float8_e4m3fn and"),
-        ((halves[0], k, v), {}, cuflash.UnsupportedError, "k has dtype float8_e4m3fn, whose scales are not known"),
+        ((halves[0], k, v), {}, cuflash.UnsupportedError, "k has dtype float8_e4m3fn; 8-bit floats are for cu"),
         ((unknown, k, v), {}, cuflash.UnsupportedError, "q has dtype float8_e4m3fnuz; of 8-bit floats cuflash takes"),
         (halves, {"k_scale": 1.0}, TypeError, "k_scale is for operands of float8_e4m3fn and .*, and q has dtype flo"),
         (halves, {"v_scale": wide, "precision": "fp8"}, TypeError, "v_scale is for operands of float8_e4m3fn"),
@@ -657,8 +657,31 @@ def test_jax_arrays(axes: tuple[Any, Any, Any]) -> None:
     assert isinstance(out, jax.Array) and (np.asarray(out) == expected).all()
     explained = cuflash.explain(*map(jax.numpy.asarray, arrays), **named(scales, jax.numpy.asarray), arch="sm_90")
     assert [kernel.family for kernel in explained.kernels] == ["prepare", "forward_fp8_sm90"]
-    with pytest.raises(cuflash.UnsupportedError, match="not for JAX tracers"):
-        jax.jit(lambda x: cuflash.attention(x, x, x, q_scale=2.0))(arrays[0])
+
+
+def test_jax_does_not_trace() -> None:
+    jax = pytest.importorskip("jax")
+    from cuflash.jax import attention
+
+    q, k, v = map(jax.numpy.asarray, draw())
+    message = "attention of 8-bit floats is not for JAX tracers: make the call outside of jax.jit"
+    for call in (
+        lambda x: cuflash.attention(x, x, x),
+        lambda x: cuflash.attention(x, x, x, q_scale=2.0),
+        lambda x: cuflash.attention(q, k, v, v_scale=x[0, 0, 0, 0].astype(np.float32)),
+    ):
+        with pytest.raises(cuflash.UnsupportedError, match=message):
+            jax.jit(call)(q)
+    with pytest.raises(cuflash.UnsupportedError, match="q has dtype .*; 8-bit floats are for cuflash.attention alone"):
+        attention(q, k, v)
+
+
+def test_the_differentiable_attention_of_torch_names_the_other() -> None:
+    pytest.importorskip("torch")
+    from cuflash.torch import attention
+
+    with pytest.raises(cuflash.UnsupportedError, match="q has dtype .*; 8-bit floats are for cuflash.attention alone"):
+        attention(*map(as_torch, draw()))
 
 
 class Producer:

@@ -442,6 +442,8 @@ def test_what_is_followed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(cuflash.UnsupportedError, match=r"^k requires grad, .*'fp8' has no gradients: .* k.detach"):
             call(q, k, v, precision="fp8")
     assert "k requires grad, " in (cuflash.explain(q, k, v, precision="fp8").refused or "")
+    with torch.no_grad():
+        assert cuflash.attention(q, k, v, precision="fp8").shape == q.shape
     k = k.detach()
     attend = partial(cuflash.attention, precision="fp8")
     for follow, found in (
