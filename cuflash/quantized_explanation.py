@@ -30,7 +30,15 @@ from .jit import LoadedKernel
 from .problem import AttentionProblem
 from .quantize_kernels import lse_problem
 from .quantize_plan import Sources, plan_with
-from .quantized_attention import FAST, OUT_DTYPES, Foreseen, QuantizedCall, check_foreseeable, foresee
+from .quantized_attention import (
+    FAST,
+    OUT_DTYPES,
+    Foreseen,
+    QuantizedCall,
+    check_foreseeable,
+    foresee,
+    refuse_backward,
+)
 from .quantized_plan import check_foreseen_gpu, fp8_call, is_staged, workspace_of
 from .request import Request
 
@@ -68,7 +76,7 @@ def explain_quantized(
     """`cuflash.explain` of quantized tensors, or of arrays that are quantized on the way."""
     try:
         if backward:
-            raise UnsupportedError("quantized operands have no gradients; explain the call without precision")
+            refuse_backward(q, precision)
         check_foreseeable(q, precision, options["scales"], out_dtype)
         foreseen = foresee(q, k, v, **options, out_dtype=out_dtype, precision=precision)
         explained = _Explained.of(foreseen, arch)

@@ -444,8 +444,11 @@ def test_warmup_and_explain(gpu: FakeGpu) -> None:
         assert "v is transposed on the way" in str(explained)
         assert ("q is copied" in str(explained)) == (dims[0] == 33)
     assert cuflash.warmup(*arrays, q_scale=0.5) == ()
-    with pytest.raises(cuflash.UnsupportedError, match="no gradients"):
-        cuflash.warmup(*operands, backward=True)
+    for precision in (None, "fp8"):
+        asked: dict[str, Any] = {"precision": precision, "backward": True}
+        with pytest.raises(cuflash.UnsupportedError, match="no gradients: accepted is False$"):
+            cuflash.warmup(*operands, **asked)
+        assert (cuflash.explain(*operands, **asked).refused or "").endswith("no gradients: accepted is False")
 
 
 def test_explain_counts_what_is_moved() -> None:

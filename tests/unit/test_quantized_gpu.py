@@ -557,7 +557,7 @@ def test_explain_says_what_ptxas_does() -> None:
 @pytest.mark.parametrize(
     ("options", "rule", "match"),
     [
-        ({"backward": True}, "UnsupportedError", "no gradients"),
+        ({"backward": True}, "UnsupportedError", "no gradients: accepted is False, or a call without precision"),
         ({"precision": "fp4"}, "ValueError", "accepted are None, 'fp8', 'fp8-fast'"),
         ({"precision": None, "out_dtype": "float16"}, "TypeError", "out_dtype is for quantized operands"),
         ({"causal": "left"}, "ValueError", "causal is 'left'"),
