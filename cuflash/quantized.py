@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from .arrays import CPU, Kind, kind_of
+from .arrays import CPU, Kind, bridge
 from .checks import check_factor, check_layout
 from .errors import UnsupportedError
 from .fp8 import Float8, format_of
@@ -87,7 +87,7 @@ class QuantizedTensor:
         role, layout, mean, source_dtype, seed
             As the attributes; the mean without padding, which a multiple of 16 needs not.
         """
-        kind = _kind("x", x)
+        kind = bridge.addressed("x", x, "cuflash.attention takes JAX arrays and others of 8-bit floats, with q_scale=")
         form = format_of(x.dtype)
         if role not in ROLES:
             raise ValueError(f"role is {role!r}; accepted are 'q', 'k' and 'v'")
@@ -131,7 +131,7 @@ class QuantizedTensor:
     @property
     def kind(self) -> Kind:
         """Of the arrays."""
-        return _kind("payload", self.payload)
+        return bridge.addressed("payload", self.payload, "the payload is what cuflash.quantize makes")
 
     @cached_property
     def device(self) -> int:
@@ -253,13 +253,6 @@ class QuantizedTensor:
 def _image_order(columns: int) -> Array:
     """For each byte of an image, where it stands in a tile of rows."""
     return pack_image(np.arange(TILE * columns).reshape(TILE, columns))
-
-
-def _kind(name: str, x: Any) -> Kind:
-    kind = kind_of(x)
-    if kind is None:
-        raise TypeError(f"{name} is a {type(x).__qualname__}; accepted are CuPy and NumPy arrays and torch tensors")
-    return kind
 
 
 def _on_device(kind: Kind, device: int) -> AbstractContextManager[Any]:

@@ -446,7 +446,7 @@ def test_warmup_and_explain(gpu: FakeGpu) -> None:
     assert cuflash.warmup(*arrays, q_scale=0.5) == ()
     for precision in (None, "fp8"):
         asked: dict[str, Any] = {"precision": precision, "backward": True}
-        with pytest.raises(cuflash.UnsupportedError, match="no gradients: accepted is False$"):
+        with pytest.raises(cuflash.UnsupportedError, match=r"no gradients: accepted is False$"):
             cuflash.warmup(*operands, **asked)
         assert (cuflash.explain(*operands, **asked).refused or "").endswith("no gradients: accepted is False")
 
@@ -675,7 +675,7 @@ def test_jax_does_not_trace() -> None:
     ):
         with pytest.raises(cuflash.UnsupportedError, match=message):
             jax.jit(call)(q)
-    with pytest.raises(cuflash.UnsupportedError, match="q has dtype .*; 8-bit floats are for cuflash.attention alone"):
+    with pytest.raises(cuflash.UnsupportedError, match=r"q has dtype .*; 8-bit floats are for cuflash.attention alone"):
         attention(q, k, v)
 
 
@@ -683,7 +683,7 @@ def test_the_differentiable_attention_of_torch_names_the_other() -> None:
     pytest.importorskip("torch")
     from cuflash.torch import attention
 
-    with pytest.raises(cuflash.UnsupportedError, match="q has dtype .*; 8-bit floats are for cuflash.attention alone"):
+    with pytest.raises(cuflash.UnsupportedError, match=r"q has dtype .*; 8-bit floats are for cuflash.attention alone"):
         attention(*map(as_torch, draw()))
 
 
