@@ -134,6 +134,13 @@ def check_factor(name: str, value: Any) -> float:
     return factor
 
 
+def check_factors_dtype(name: str, factors: Any) -> None:
+    """That an array of such numbers is of float32; what is no array is left to other checks."""
+    dtype = str(getattr(factors, "dtype", "float32")).rpartition(".")[2]
+    if dtype != "float32":
+        raise TypeError(f"{name} has dtype {dtype}; accepted are numbers and float32 arrays: cast it to float32")
+
+
 def check_scale(scale: Any, head_dim: int, *, on_gpu: bool) -> float:
     """The scale of a call, as a float."""
     if scale is None:

@@ -25,7 +25,7 @@ def quantize(
     x: Any,
     *,
     role: Role,
-    dtype: Float8 = "float8_e4m3fn",
+    dtype: Float8 | Any = "float8_e4m3fn",
     layout: str = "bshd",
     hadamard: bool = False,
     center: bool = True,
@@ -40,7 +40,8 @@ def quantize(
     role : {"q", "k", "v"}
         What it is in attention.
     dtype : {"float8_e4m3fn", "float8_e5m2"}
-        e4m3 has one bit more of precision, e5m2 a range of its own of 2^-16 to 57344, which scales make unnecessary.
+        Or torch's or ml_dtypes' type of that name. e4m3 has one bit more of precision, e5m2 a range of its own of 2^-16
+        to 57344, which scales make unnecessary.
     layout : {"bshd", "bhsd"}
     hadamard : bool
         Rotate Q and K: random signs and Hadamard transforms along the head dim (in blocks of powers of two where it is
@@ -80,7 +81,7 @@ def quantize_qkv(
     k: Any,
     v: Any,
     *,
-    dtype: Float8 = "float8_e4m3fn",
+    dtype: Float8 | Any = "float8_e4m3fn",
     layout: str = "bshd",
     hadamard: bool = False,
     center: bool = True,

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from .arrays import CPU, Kind, bridge
-from .checks import check_factor, check_layout
+from .checks import check_factor, check_factors_dtype, check_layout
 from .errors import UnsupportedError
 from .fp8 import Float8, format_of
 from .fp8_layout import IMAGE, ROLES, ROWS, TILE, Role, by_head, image_shape, pack_image, padded, tiles
@@ -107,13 +107,15 @@ class QuantizedTensor:
             with _on_device(kind, kind.operand("x", x).device):
                 scales, _ = kind.empty(payload, shape, "float32")
                 scales[...] = factor
-        elif tuple(scale.shape) == shape and str(scale.dtype).endswith("float32") and _is_contiguous(scale):
-            scales = scale
         else:
-            raise ValueError(
-                f"scale has shape {tuple(scale.shape)} and dtype {scale.dtype}; accepted are a number and a "
-                f"C-contiguous float32 array of shape {shape}, (batch, heads, tiles of {TILE} tokens)"
-            )
+            check_factors_dtype("scale", scale)
+            if tuple(scale.shape) != shape or not _is_contiguous(scale):
+                order = "C-contiguous" if _is_contiguous(scale) else "not C-contiguous"
+                raise ValueError(
+                    f"scale has shape {tuple(scale.shape)} and is {order}; accepted are a number and a C-contiguous "
+                    f"float32 array of shape {shape}, (batch, heads, tiles of {TILE} tokens)"
+                )
+            scales = scale
         return cls(payload, scales, mean, form.name, role, layout, ROWS, tuple(x.shape), source_dtype, seed)
 
     # --- what it is ------------------------------------------------------------------------------------------------

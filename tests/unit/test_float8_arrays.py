@@ -486,14 +486,18 @@ def test_refused() -> None:
         (halves, {"v_scale": wide, "precision": "fp8"}, TypeError, "v_scale is for operands of float8_e4m3fn"),
         ((q8, k8, v8), {"q_scale": 1.0}, TypeError, "q_scale is given and q is a QuantizedTensor, which has scales"),
         ((q, k8, v), {}, TypeError, "k is a"),
-        ((q, k, v), {"q_scale": wide}, ValueError, r"q_scale has shape \(2, 4, 3\) and dtype float32; .* \(2, 4, 2\)"),
+        ((q, k, v), {"q_scale": wide}, ValueError, r"q_scale has shape \(2, 4, 3\); .* \(2, 4, 2\), .* tokens\)$"),
+        ((q, k, v), {"q_scale": tile[0, 0, :1]}, ValueError, r"q_scale has shape \(1,\); .*: reshape it to \(\)$"),
         (
             (q, k, v),
             {"k_scale": tile},
             ValueError,
             r"k_scale has shape .* accepted are .* \(\), \(2, 2\), .*\(2, 2, 3\)",
         ),
-        ((q, k, v), {"q_scale": tile.astype(np.float16)}, ValueError, "q_scale has shape .* and dtype float16"),
+        *(
+            ((q, k, v), {"q_scale": x}, TypeError, f"q_scale has dtype {x.dtype}; .*: cast it to float32")
+            for x in (tile.astype(np.float16), np.ones(()), wide.astype(int), tile.astype(ml_dtypes.bfloat16))
+        ),
         ((q, k, v), {"q_scale": "1"}, TypeError, "q_scale is a str"),
         ((q, k, v), {"q_scale": [1.0]}, TypeError, "q_scale is a list"),
         ((q, k, v), {"q_scale": 0.0}, ValueError, f"q_scale is 0.0; {number}"),

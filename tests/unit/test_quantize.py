@@ -157,6 +157,13 @@ def test_formats_sources_layouts(dtype: str, source: str, layout: str) -> None:
         check(x, role=role, dtype=dtype, layout=layout, center=center, hadamard=role == "k")
 
 
+def test_formats_by_the_types_of_frameworks() -> None:
+    x = np.ones((1, 5, 2, 16), np.float16)
+    for each in (ml_dtypes.float8_e5m2, np.dtype(ml_dtypes.float8_e5m2)):
+        assert cuflash.quantize(x, role="q", dtype=each).dtype == E5M2
+        assert {made.dtype for made in cuflash.quantize_qkv(x, x, x, dtype=each)} == {E5M2}
+
+
 def test_strides_do_not_matter() -> None:
     x = randn(np.random.default_rng(2), (2, 150, 2, 20), "bfloat16")
     strided = strided_copy(x, (2, 0, 3, 1), (1, 2, 3, 1), (False, True, False, True))
@@ -402,7 +409,7 @@ def test_from_float8() -> None:
         (x[..., :15], 1.0, "C-contiguous"),
         (x[:, :, ::2], 1.0, "C-contiguous"),
         (x, scales[..., :1], r"shape \(2, 3, 2\)"),
-        (x, scales.astype(np.float64), "float32"),
+        (x, scales.astype(np.float64), "scale has dtype float64; .*: cast it to float32"),
         (x.view(np.uint8), 1.0, "dtype is"),
         ([1], 1.0, "accepted are CuPy"),
         (x[0], 1.0, "four axes"),
