@@ -468,6 +468,22 @@ def test_explain_counts_what_is_moved() -> None:
     assert cuflash.explain(*arrays).backend == "numpy"
 
 
+def test_explain_says_what_the_operands_are() -> None:
+    arrays = draw(forms=(E4M3, E5M2, E4M3))
+    for options, call, missing in (
+        ({}, "result bfloat16, precision fp8", "not given, so 1: q_scale, k_scale, v_scale"),
+        ({"q_scale": 1.0, "out_dtype": "float16"}, "result float16, precision fp8", "so 1: k_scale, v_scale"),
+        ({"precision": "fp8-fast", **named([1.0] * 3)}, "result bfloat16, precision fp8-fast", None),
+    ):
+        for arch in (None, "sm_90"):
+            explained = cuflash.explain(*arrays, **options, arch=arch)  # type: ignore[arg-type]
+            assert ", q e4m3, k e5m2, v e4m3, full, " in explained.call and explained.call.endswith(call)
+            assert ("not given" in str(explained)) == (missing is not None)
+            assert missing is None or any(note.endswith(missing) for note in explained.notes)
+    assert ", e5m2, full, " in cuflash.explain(*draw(forms=(E5M2,) * 3)).call
+    assert "RMSE" not in str(cuflash.explain(*draw(), arch="sm_90"))
+
+
 # ---- refusals
 
 

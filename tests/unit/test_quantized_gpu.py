@@ -363,7 +363,7 @@ def test_fast_calls_have_kernels_of_their_own(gpu: FakeGpu) -> None:
                 explained = cuflash.explain(*operands, return_lse=True, precision=precision)
                 assert explained.kernel.problem == gpu.launches[-1].loaded.problem  # type: ignore[union-attr]
                 assert any("truncate" in note for note in explained.notes) is (precision == "fp8-fast" or dim_v > 128)
-                assert any("precision='fp8-fast'" in note for note in explained.notes) is wants
+                assert any("precision='fp8-fast': " in note for note in explained.notes) is wants
         attending = [problem for problem in gpu.compiled if problem.task == "forward"]
         assert [problem.one_level for problem in attending] == levels
     ready = cuflash.warmup(*map(gpu.array, draw(dims=(32, 32))), precision="fp8-fast")
@@ -541,6 +541,31 @@ def test_explain_names_the_kernel_of_every_target(arch: str, family: str, note: 
     assert any(note in each for each in planned.notes) and planned.kernel.config.reason
     assert not any("truncate" in each for each in planned.notes)
     assert planned.device is not None and planned.device.float8 is (rate == 2)
+
+
+def test_explain_names_operands_and_result() -> None:
+    for operands, options, dtypes, result in (
+        (draw(), {"precision": "fp8"}, "float16 quantized to e4m3", "float16, precision fp8"),
+        (draw(), {"precision": "fp8-fast", "out_dtype": "bfloat16"}, "float16 quantized to e4m3",
+         "bfloat16, precision fp8-fast"),
+        (cuflash.quantize_qkv(*draw()), {}, "e4m3", "float16, precision fp8"),
+        (cuflash.quantize_qkv(*draw(), dtype="float8_e5m2"), {}, "e5m2", "float16, precision fp8"),
+    ):  # fmt: skip
+        explained = cuflash.explain(*operands, **options, arch="sm_90")  # type: ignore[arg-type]
+        assert f", {dtypes}, full, " in explained.call and explained.call.endswith(f", result {result}")
+        assert any("RMSE near 1.4e-3" in note for note in explained.notes) is (dtypes != "e5m2")
+
+
+@pytest.mark.parametrize("dim_v", [128, 144])
+@pytest.mark.parametrize("arch", [None, "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120"])
+def test_explain_says_where_the_fast_precision_makes_no_difference(arch: str | None, dim_v: int) -> None:
+    arrays = draw(dims=(64, dim_v))
+    usual, fast = (cuflash.explain(*arrays, precision=each, arch=arch) for each in ("fp8", "fp8-fast"))
+    same = [(kernel.symbol, kernel.problem) for kernel in usual.kernels] == [
+        (kernel.symbol, kernel.problem) for kernel in fast.kernels
+    ]
+    assert any("makes no difference here" in note for note in fast.notes) is same
+    assert "makes no difference" not in str(usual)
 
 
 def test_explain_says_what_ptxas_does() -> None:
