@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import UnsupportedError
+from ..errors import INSTALL_CUDA, UnsupportedError
 from . import Kind, is_float8, kind_of
 
 CUDA_DEVICES = (2, 13)
@@ -247,8 +247,7 @@ def require_cupy(name: str) -> Any:
         import cupy
     except ImportError as error:
         raise UnsupportedError(
-            f"{name} is on a GPU, and arrays of its kind are read through CuPy, which is not installed: "
-            "pip install 'cuflash[cuda12]' or 'cuflash[cuda13]'"
+            f"{name} is on a GPU, and arrays of its kind are read through CuPy, which is not installed: {INSTALL_CUDA}"
         ) from error
     return cupy
 

@@ -198,7 +198,7 @@ def require_gpu() -> None:
         CuPy is missing.
     """
     from .. import driver
-    from ..errors import DriverError
+    from ..errors import INSTALL_CUDA, DriverError
 
     try:
         count = driver.device_count()
@@ -207,13 +207,13 @@ def require_gpu() -> None:
     if not count:
         raise DriverError("the benchmark needs a GPU, and the driver reports none")
     if importlib.util.find_spec("cupy") is None:
-        raise ImportError("the benchmark needs CuPy: pip install 'cuflash[cuda12]' or 'cuflash[cuda13]'")
+        raise ImportError(f"the benchmark needs CuPy: {INSTALL_CUDA}")
 
 
 def draw(record: dict[str, Any], folder: Path, screen: Screen) -> list[Path]:
     """The pictures, if matplotlib is there."""
     if importlib.util.find_spec("matplotlib") is None:
-        screen.line("no pictures: matplotlib is not installed (pip install 'cuflash[bench]')")
+        screen.line("no pictures: matplotlib is not installed (pip install matplotlib)")
         return []
     from ..bench.plots import draw as draw_record
 

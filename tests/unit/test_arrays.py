@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
+import re
 import weakref
 from collections.abc import Callable, Iterator
 from decimal import Decimal
@@ -18,6 +19,7 @@ import cuflash
 from cuflash import arrays
 from cuflash.arrays import bridge
 from cuflash.checks import make_request
+from cuflash.errors import INSTALL_CUDA
 from tests.oracle import DTYPES, assert_accurate, poisoned, randn
 from tests.unit import fake_gpu
 from tests.unit.fake_gpu import FakeGpu
@@ -430,7 +432,7 @@ def test_dlpack_refusals() -> None:
 def test_dlpack_on_a_gpu_needs_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "cupy", None)
     on_gpu = type("OnGpu", (Producer,), {"device": (2, 0)})
-    with pytest.raises(cuflash.UnsupportedError, match=r"CuPy, which is not installed: pip install"):
+    with pytest.raises(cuflash.UnsupportedError, match=re.escape(f"CuPy, which is not installed: {INSTALL_CUDA}")):
         cuflash.attention(*map(on_gpu, qkv()))
 
 
