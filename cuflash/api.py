@@ -9,7 +9,6 @@ from typing import Any
 from . import driver, jit
 from .arrays import CPU, KINDS, is_float8, kind_of
 from .checks import check_apart, check_flag, make_request, request_for
-from .errors import UnsupportedError
 from .jit import PLANS
 from .problem import DTYPES, MASKS, AttentionProblem
 from .request import AXES, Request
@@ -159,6 +158,8 @@ def compute(
 
         if bridge.is_quantized(q):
             return _attend_quantized(q, k, v, causal, scale, layout, return_lse, out)
+        if is_float8(q):
+            return _attend_quantized(q, k, v, causal, scale, layout, return_lse, out)
         if out is None and bridge.is_traced(q, k, v):
             from .jax import attention as traced_attention
 
@@ -299,10 +300,10 @@ def warmup(
         raise TypeError("device belongs to configs=; arrays have a device of their own")
     scales = {"q": q_scale, "k": k_scale, "v": v_scale}
     if bridge.concerns_float8(q, precision, out_dtype, scales):
-        from .quantized_attention import warm_up
+        from .quantized_attention import refuse_backward, warm_up
 
         if backward:
-            raise UnsupportedError("backward is True; quantized operands have no gradients: accepted is False")
+            refuse_backward(q, precision)
         options: dict[str, Any] = {"causal": causal, "scale": scale, "layout": layout, "return_lse": return_lse}
         return warm_up(q, k, v, **options, out=out, precision=precision, out_dtype=out_dtype, scales=scales)
     request = request_for((q, k, v), out, causal=causal, scale=scale, layout=layout, return_lse=return_lse)

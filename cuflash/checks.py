@@ -134,6 +134,13 @@ def check_factor(name: str, value: Any) -> float:
     return factor
 
 
+def check_factors_dtype(name: str, factors: Any) -> None:
+    """That an array of such numbers is of float32; what is no array is left to other checks."""
+    dtype = str(getattr(factors, "dtype", "float32")).rpartition(".")[2]
+    if dtype != "float32":
+        raise TypeError(f"{name} has dtype {dtype}; accepted are numbers and float32 arrays: cast it to float32")
+
+
 def check_scale(scale: Any, head_dim: int, *, on_gpu: bool) -> float:
     """The scale of a call, as a float."""
     if scale is None:
@@ -173,8 +180,9 @@ def _adopt(arrays: dict[str, Any]) -> list[Operand]:
 def _refuse_float8(x: Operand) -> None:
     if x.dtype in FLOAT8_DTYPES:
         raise UnsupportedError(
-            f"{x.name} has dtype {x.dtype}, whose scales are not known: cuflash.attention takes q, k and v all of such "
-            "types, with q_scale=, k_scale= and v_scale=, without gradients; or cast it to bfloat16 or float16"
+            f"{x.name} has dtype {x.dtype}; 8-bit floats are for cuflash.attention alone, q, k and v all of them, "
+            "without gradients and outside of what torch or JAX compiles: call that (q_scale=, k_scale= and v_scale= "
+            f"take their scales), or cast {x.name} to bfloat16 or float16"
         )
 
 

@@ -13,12 +13,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .compiled import Compiled
 from .driver import bindings_version
-from .errors import CompileError, MissingKernelError
+from .errors import INSTALL_CUDA, CompileError, MissingKernelError
 
 if TYPE_CHECKING:
     from .render import Source
-
-_INSTALL = "pip install 'cuflash[cuda12]' (CUDA 12 drivers) or 'cuflash[cuda13]' (CUDA 13 drivers)"
 
 
 class BadNvrtc(NamedTuple):
@@ -45,7 +43,7 @@ def _nvrtc() -> Any:
         from cuda.bindings import nvrtc
     except ImportError as error:
         raise MissingKernelError(
-            f"compiling needs NVRTC and the CUDA bindings for Python, which are not installed: {_INSTALL}"
+            f"compiling needs NVRTC and the CUDA bindings for Python, which are not installed: {INSTALL_CUDA}"
         ) from error
     try:
         nvrtc.nvrtcVersion()
@@ -53,7 +51,7 @@ def _nvrtc() -> Any:
         version = bindings_version()
         raise MissingKernelError(
             f"compiling needs NVRTC {version.split('.')[0]}.x, to which the installed cuda-bindings {version} belong, "
-            f"and it was not found: {_INSTALL}"
+            f"and it was not found: {INSTALL_CUDA}"
         ) from error
     return nvrtc
 
@@ -194,7 +192,7 @@ def _target(arch: str, ptx: bool) -> str:
         return f"compute_{max(earlier)}"
     raise CompileError(
         f"NVRTC {nvrtc_build()} does not know {arch}; it knows {', '.join(f'sm_{other}' for other in known)}. "
-        f"Install another: {_INSTALL}"
+        f"For another, {INSTALL_CUDA}"
     )
 
 

@@ -19,7 +19,7 @@ from .bench.accuracy import Error, array_module, errors
 from .bench.inputs import Case, InputPool, poison
 from .build import UNBOUNDED, build
 from .config import ForwardConfig
-from .errors import DriverError, MissingKernelError, UnsupportedError
+from .errors import INSTALL_CUDA, DriverError, MissingKernelError, UnsupportedError
 from .explanation import Explanation, explain
 from .problem import AttentionProblem, Mask
 from .text import duration, metric, size
@@ -59,7 +59,7 @@ def gpu_obstacle() -> str | None:
     except (DriverError, UnsupportedError) as error:
         return str(error)
     if importlib.util.find_spec("cupy") is None:
-        return "CuPy is not installed: pip install 'cuflash[cuda12]' or 'cuflash[cuda13]'"
+        return f"CuPy is not installed: {INSTALL_CUDA}"
     return None
 
 

@@ -12,7 +12,7 @@ import weakref
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from .errors import DriverError
+from .errors import INSTALL_CUDA, DriverError
 
 if TYPE_CHECKING:
     from .compiled import Compiled
@@ -28,9 +28,7 @@ def _driver() -> Any:
     try:
         from cuda.bindings import driver
     except ImportError as error:
-        raise DriverError(
-            "the CUDA bindings for Python are not installed: pip install 'cuflash[cuda12]' or 'cuflash[cuda13]'"
-        ) from error
+        raise DriverError(f"the CUDA bindings for Python are not installed: {INSTALL_CUDA}") from error
     try:
         (status,) = driver.cuInit(0)
     except RuntimeError as error:  # libcuda cannot be loaded

@@ -4,6 +4,12 @@ from __future__ import annotations
 
 __all__ = ["CompileError", "DriverError", "MissingKernelError", "UnsupportedError"]
 
+INSTALL_CUDA = (
+    "install cuflash with its extra cuda13 (drivers of CUDA 13) or cuda12 (of CUDA 12), in a checkout of it: "
+    "pip install '.[cuda13]'"
+)
+"""What messages advise where a package for the GPU is missing."""
+
 
 class UnsupportedError(NotImplementedError):
     """A legal request that cuflash does not serve; the message names the rule and what to do instead."""

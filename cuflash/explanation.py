@@ -183,7 +183,7 @@ def explain(
         Explain `cuflash.attention_backward` instead, for these q, k, v and out. The other arrays, and an `out` that is
         not given, are taken for contiguous and new, as autograd has them; `return_lse` makes no difference.
     deterministic : bool
-        With `backward`: as for `cuflash.attention_backward`.
+        With `backward` only: as for `cuflash.attention_backward`.
     compile : bool
         Compile kernels that are in no cache, so that registers and spills are known.
     arch : str, optional
@@ -198,13 +198,15 @@ def explain(
     Raises
     ------
     ValueError
-        ``arch`` is no target that kernels are built for.
+        ``arch`` is no target that kernels are built for; ``deterministic`` without ``backward``.
     CompileError, MissingKernelError
         With ``compile=True``, as from `cuflash.attention`.
     """
     if arch is not None and arch not in ARCHES:
         raise ValueError(f"arch is {arch!r}; accepted are {', '.join(ARCHES)}")
     backward = check_flag("backward", backward)
+    if not backward and check_flag("deterministic", deterministic):
+        raise ValueError("deterministic is True, which is of gradients: accepted is that with backward=True")
     scales = {"q": q_scale, "k": k_scale, "v": v_scale}
     if bridge.concerns_float8(q, precision, out_dtype, scales):
         from .quantized_explanation import explain_quantized
@@ -243,13 +245,13 @@ def as_if_on_gpu(request: Request) -> Request:
     return request
 
 
-def call_text(request: Request) -> str:
-    """The call in a line."""
+def call_text(request: Request, dtypes: str | None = None) -> str:
+    """The call in a line; ``dtypes`` of operands that are not of one dtype."""
     heads = f"H {request.heads}" + (f" over {request.heads_k}" if request.heads_k != request.heads else "")
     dims = f"D {request.head_dim}" + (f", Dv {request.head_dim_v}" if request.head_dim_v != request.head_dim else "")
     mask = {False: "full", "bottom_right": "causal", "top_left": "causal (top left)"}[request.causal]
     sizes = f"B {request.batch}, {heads}, Nq {request.seqlen_q}, Nk {request.seqlen_k}, {dims}"
-    return f"{sizes}, {request.q.dtype}, {mask}, scale {request.scale:.6g}, layout {request.layout}"
+    return f"{sizes}, {dtypes or request.q.dtype}, {mask}, scale {request.scale:.6g}, layout {request.layout}"
 
 
 def shape_of(request: Request) -> Shape:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import numbers
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from .arrays import CPU, FLOAT8_DTYPES, ITEM_BYTES, Operand, kind_of
-from .checks import check_factor, check_fellow, check_shapes
+from .checks import check_factor, check_factors_dtype, check_fellow, check_shapes
 from .fp8_layout import ROLES, TILE, tiles
 from .prepare_kernels import prepare_problem
 from .problem import AttentionProblem
@@ -131,14 +132,16 @@ def _check_scale(name: str, value: Any, given: Float8Arrays, role: str) -> Scale
         return Scale(None, 1.0)
     if isinstance(value, numbers.Real):
         return Scale(None, check_factor(name, value))
+    check_factors_dtype(name, value)
     scale = _operand(name, value)
     check_fellow(given.operands["q"], scale)
     batch, seq, heads, _ = given.sizes(role)
     accepted = ((), (batch, heads), (batch, heads, tiles(seq)))
-    if scale.dtype != "float32" or scale.shape not in accepted:
+    if scale.shape not in accepted:
+        hint = ": reshape it to ()" if math.prod(scale.shape) == 1 else ""
         raise ValueError(
-            f"{name} has shape {scale.shape} and dtype {scale.dtype}; accepted are a number, and float32 arrays of "
-            f"shape (), {accepted[1]}, (batch, heads), and {accepted[2]}, (batch, heads, tiles of {TILE} tokens)"
+            f"{name} has shape {scale.shape}; accepted are a number, and float32 arrays of shape (), {accepted[1]}, "
+            f"(batch, heads), and {accepted[2]}, (batch, heads, tiles of {TILE} tokens){hint}"
         )
     if scale.device == CPU:
         values = scale.kind.numpy(scale.array)

@@ -64,11 +64,6 @@ def attention_float8(
     except (AttributeError, TypeError, RuntimeError):  # on the CPU, followed, or not what it should be: checked below
         key = plan = None
     if plan is None:
-        if kind.follower((q, k, v)):
-            raise UnsupportedError(
-                "q, k or v is followed by autograd, torch.compile or transformations, which 8-bit floats are not for: "
-                "call it under torch.no_grad(), with q.detach() and so on"
-            )
         options = {"causal": causal, "scale": scale, "layout": layout, "return_lse": return_lse}
         foreseen = foresee_float8(q, k, v, scales, **options, out=out, out_dtype=out_dtype, precision=precision)
         call, arrays = foreseen.call, cast(Float8Arrays, foreseen.sources)
@@ -110,9 +105,10 @@ def _of_foreign(q: Any, k: Any, v: Any, scales: Mapping[str, Any], out: Any, **o
     """The call by views of its arrays, and the result in their kind."""
     from .arrays import bridge
 
-    if bridge.is_traced(q, k, v):
+    if bridge.is_traced(q, k, v, *scales.values()):
         raise UnsupportedError(
-            "8-bit floats are not for JAX tracers: make the call outside of jax.jit, jax.grad, jax.vmap and the like"
+            "attention of 8-bit floats is not for JAX tracers: make the call outside of jax.jit, jax.grad, jax.vmap "
+            "and the like"
         )
     arrays = {f"{role}_scale": x for role, x in scales.items() if not _is_number(x)}
 
@@ -144,6 +140,10 @@ def foresee_float8(
 ) -> Foreseen:
     """Check a call whole, before anything is allocated or launched."""
     layout = check_layout(layout)
+    if kind := kind_of(q):
+        given = {"q": q, "k": k, "v": v} | {f"{role}_scale": x for role, x in scales.items()}
+        if refusal := kind.refusal(given, "attention of 8-bit floats"):
+            raise UnsupportedError(refusal)
     arrays = check_arrays({"q": q, "k": k, "v": v}, scales, layout)
     q8, k8, v8 = (_as_if_quantized(arrays, role) for role in ROLES)
     call = QuantizedCall(

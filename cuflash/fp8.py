@@ -72,14 +72,14 @@ assert tuple(FORMATS) == get_args(Float8)
 
 
 def format_of(dtype: Any) -> Format:
-    """The format of a name such as ``"float8_e4m3fn"``, or of a framework's dtype of that name.
+    """The format of a name such as ``"float8_e4m3fn"``, or of a dtype or scalar type of that name.
 
     Raises
     ------
     ValueError
         It is no 8-bit float that cuflash knows.
     """
-    found = FORMATS.get(str(dtype).rpartition(".")[2])  # type: ignore[call-overload]
+    found = FORMATS.get(str(dtype).rpartition(".")[2].removesuffix("'>"))  # type: ignore[call-overload]
     if found is None:
         raise ValueError(f"dtype is {dtype!r}; accepted are {' and '.join(map(repr, FORMATS))}")
     return found  # type: ignore[no-any-return]

@@ -6,7 +6,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from .arrays import CPU, Operand, kind_of
+from .arrays import CPU, Operand, bridge
 from .checks import check_fellow, check_flag, check_layout, check_placed, check_shapes
 from .errors import UnsupportedError
 from .fp8 import Float8, Format, format_of
@@ -18,13 +18,14 @@ from .request import AXES
 __all__ = ["quantize", "quantize_qkv"]
 
 SOURCES = ("float16", "bfloat16", "float32")
+QUANTIZE_FOREIGN = "cuflash.attention(q, k, v, precision='fp8') takes JAX arrays and others, and quantizes on the way"
 
 
 def quantize(
     x: Any,
     *,
     role: Role,
-    dtype: Float8 = "float8_e4m3fn",
+    dtype: Float8 | Any = "float8_e4m3fn",
     layout: str = "bshd",
     hadamard: bool = False,
     center: bool = True,
@@ -39,7 +40,8 @@ def quantize(
     role : {"q", "k", "v"}
         What it is in attention.
     dtype : {"float8_e4m3fn", "float8_e5m2"}
-        e4m3 has one bit more of precision, e5m2 a range of its own of 2^-16 to 57344, which scales make unnecessary.
+        Or torch's or ml_dtypes' type of that name. e4m3 has one bit more of precision, e5m2 a range of its own of 2^-16
+        to 57344, which scales make unnecessary.
     layout : {"bshd", "bhsd"}
     hadamard : bool
         Rotate Q and K: random signs and Hadamard transforms along the head dim (in blocks of powers of two where it is
@@ -79,7 +81,7 @@ def quantize_qkv(
     k: Any,
     v: Any,
     *,
-    dtype: Float8 = "float8_e4m3fn",
+    dtype: Float8 | Any = "float8_e4m3fn",
     layout: str = "bshd",
     hadamard: bool = False,
     center: bool = True,
@@ -139,10 +141,7 @@ class _Options:
 
 def adopt(name: str, x: Any) -> Operand:
     """Describe an array that is to be quantized, or refuse it."""
-    kind = kind_of(x)
-    if kind is None:
-        raise TypeError(f"{name} is a {type(x).__qualname__}; accepted are CuPy and NumPy arrays and torch tensors")
-    operand = kind.operand(name, x)
+    operand = bridge.addressed(name, x, QUANTIZE_FOREIGN).operand(name, x)
     accepted = SOURCES if operand.device == CPU else SOURCES[:2]
     if operand.dtype not in accepted:
         raise UnsupportedError(f"{name} has dtype {operand.dtype}; accepted are {', '.join(accepted)}: cast it")

@@ -10,8 +10,8 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from .arrays import CPU, Kind, kind_of
-from .checks import check_factor, check_layout
+from .arrays import CPU, Kind, bridge
+from .checks import check_factor, check_factors_dtype, check_layout
 from .errors import UnsupportedError
 from .fp8 import Float8, format_of
 from .fp8_layout import IMAGE, ROLES, ROWS, TILE, Role, by_head, image_shape, pack_image, padded, tiles
@@ -87,7 +87,7 @@ class QuantizedTensor:
         role, layout, mean, source_dtype, seed
             As the attributes; the mean without padding, which a multiple of 16 needs not.
         """
-        kind = _kind("x", x)
+        kind = bridge.addressed("x", x, "cuflash.attention takes JAX arrays and others of 8-bit floats, with q_scale=")
         form = format_of(x.dtype)
         if role not in ROLES:
             raise ValueError(f"role is {role!r}; accepted are 'q', 'k' and 'v'")
@@ -107,13 +107,15 @@ class QuantizedTensor:
             with _on_device(kind, kind.operand("x", x).device):
                 scales, _ = kind.empty(payload, shape, "float32")
                 scales[...] = factor
-        elif tuple(scale.shape) == shape and str(scale.dtype).endswith("float32") and _is_contiguous(scale):
-            scales = scale
         else:
-            raise ValueError(
-                f"scale has shape {tuple(scale.shape)} and dtype {scale.dtype}; accepted are a number and a "
-                f"C-contiguous float32 array of shape {shape}, (batch, heads, tiles of {TILE} tokens)"
-            )
+            check_factors_dtype("scale", scale)
+            if tuple(scale.shape) != shape or not _is_contiguous(scale):
+                order = "C-contiguous" if _is_contiguous(scale) else "not C-contiguous"
+                raise ValueError(
+                    f"scale has shape {tuple(scale.shape)} and is {order}; accepted are a number and a C-contiguous "
+                    f"float32 array of shape {shape}, (batch, heads, tiles of {TILE} tokens)"
+                )
+            scales = scale
         return cls(payload, scales, mean, form.name, role, layout, ROWS, tuple(x.shape), source_dtype, seed)
 
     # --- what it is ------------------------------------------------------------------------------------------------
@@ -131,7 +133,7 @@ class QuantizedTensor:
     @property
     def kind(self) -> Kind:
         """Of the arrays."""
-        return _kind("payload", self.payload)
+        return bridge.addressed("payload", self.payload, "the payload is what cuflash.quantize makes")
 
     @cached_property
     def device(self) -> int:
@@ -253,13 +255,6 @@ class QuantizedTensor:
 def _image_order(columns: int) -> Array:
     """For each byte of an image, where it stands in a tile of rows."""
     return pack_image(np.arange(TILE * columns).reshape(TILE, columns))
-
-
-def _kind(name: str, x: Any) -> Kind:
-    kind = kind_of(x)
-    if kind is None:
-        raise TypeError(f"{name} is a {type(x).__qualname__}; accepted are CuPy and NumPy arrays and torch tensors")
-    return kind
 
 
 def _on_device(kind: Kind, device: int) -> AbstractContextManager[Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeAlias, cast
 
 from .arrays import CPU, FLOAT8_DTYPES, Kind, Operand, is_float8, kind_of
 from .checks import (
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Foreseen", "QuantizedCall", "Scales", "attend", "attend_on_cpu", "attention_quantized", "attention_quantizing",
-    "check_out", "check_out_dtype", "foresee", "is_quantized", "warm_up",
+    "check_out", "check_out_dtype", "foresee", "is_quantized", "refuse_backward", "warm_up",
 ]  # fmt: skip
 
 Strides: TypeAlias = tuple[int, int, int]
@@ -106,6 +106,13 @@ def is_quantized(q: Any, precision: Any, out_dtype: Any) -> bool:
     if not quantized and precision is None:
         raise TypeError("out_dtype is for quantized operands; without precision='fp8' the result has the dtype of q")
     return quantized
+
+
+def refuse_backward(q: Any, precision: Any) -> NoReturn:
+    """Of `cuflash.explain` and `cuflash.warmup`, which can be asked for gradients."""
+    codes = isinstance(q, QuantizedTensor) or is_float8(q)
+    hint = "" if codes or precision is None else ", or a call without precision"
+    raise UnsupportedError(f"backward is True; quantized operands have no gradients: accepted is False{hint}")
 
 
 def takes_scales(q: Any, scales: Scales) -> bool:
@@ -334,11 +341,9 @@ def foresee(
     from .quantize_plan import Sources
 
     kind = kind_of(q)
-    if kind is not None and kind.follower((q, k, v)):
-        raise UnsupportedError(
-            "precision='fp8' is not followed by autograd, torch.compile or transformations, and q, k or v is: call it "
-            "under torch.no_grad(), with q.detach() and so on, or without precision"
-        )
+    what = f"attention with precision={precision!r}"
+    if kind is not None and (refusal := kind.refusal({"q": q, "k": k, "v": v}, what)):
+        raise UnsupportedError(refusal)
     request = request_for((q, k, v), None, **options)
     operands = {x.name: adopt(x.name, x.array) for x in (request.q, request.k, request.v)}
     q8, k8, v8 = (_as_if_quantized(x, request.layout) for x in operands.values())

@@ -22,15 +22,25 @@ from .explanation import (
     describe_kernel,
     device_model,
 )
+from .float8_arrays import Float8Arrays
 from .fp8 import E4M3
-from .fp8_layout import padded, tiles
+from .fp8_layout import ROLES, padded, tiles
 from .fp8_sm80_config import Fp8Sm80Config
 from .fp8_sm90_config import MOST_TWO_LEVEL, Fp8Sm90Config
 from .jit import LoadedKernel
 from .problem import AttentionProblem
 from .quantize_kernels import lse_problem
 from .quantize_plan import Sources, plan_with
-from .quantized_attention import FAST, OUT_DTYPES, Foreseen, QuantizedCall, check_foreseeable, foresee
+from .quantized_attention import (
+    FAST,
+    OUT_DTYPES,
+    Foreseen,
+    QuantizedCall,
+    Scales,
+    check_foreseeable,
+    foresee,
+    refuse_backward,
+)
 from .quantized_plan import check_foreseen_gpu, fp8_call, is_staged, workspace_of
 from .request import Request
 
@@ -40,7 +50,8 @@ EXACT = (
     "exact up to rounding in fp32: scores of the codes, softmax, row sums, LSE; approximate: Q, K and V as 8-bit codes "
     "of 3 bits of mantissa (e5m2: 2), and probabilities, rounded to {} on the way to the second product"
 )
-ACCURACY = "expect RMSE near 1.4e-3 at 4096 keys of normally distributed inputs"
+ACCURACY = "expect RMSE near 1.4e-3 at 4096 keys, of inputs like N(0, 1) that cuflash has quantized"
+SAME = f"precision={FAST!r} makes no difference here: precision='fp8' takes the same computation"
 ONE_LEVEL = (
     "the tensor cores alone sum the output over the keys, and truncate. Right where V has no mean, as after centring; "
     "of a mean that is left, such as one that drifts along the sequence, or that of codes from elsewhere, 5 % are lost "
@@ -68,10 +79,10 @@ def explain_quantized(
     """`cuflash.explain` of quantized tensors, or of arrays that are quantized on the way."""
     try:
         if backward:
-            raise UnsupportedError("quantized operands have no gradients; explain the call without precision")
+            refuse_backward(q, precision)
         check_foreseeable(q, precision, options["scales"], out_dtype)
         foreseen = foresee(q, k, v, **options, out_dtype=out_dtype, precision=precision)
-        explained = _Explained.of(foreseen, arch)
+        explained = _Explained.of(foreseen, arch, options["scales"])
     except (ValueError, TypeError, UnsupportedError) as error:
         return Explanation(
             refused=str(error),
@@ -91,14 +102,17 @@ class _Explained:
         What names the device; None on the CPU.
     device : int or None
         CUDA ordinal; None on the CPU, and where the call is planned for ``arch=``.
+    unscaled : tuple of str
+        The scales of 8-bit arrays that are not given.
     """
 
     foreseen: Foreseen
     target: Arch | None
     device: int | None
+    unscaled: tuple[str, ...]
 
     @classmethod
-    def of(cls, foreseen: Foreseen, arch: str | None) -> _Explained:
+    def of(cls, foreseen: Foreseen, arch: str | None, scales: Scales) -> _Explained:
         """Check what only holds on a GPU.
 
         Raises
@@ -106,8 +120,10 @@ class _Explained:
         ValueError, UnsupportedError
         """
         call, ordinal = foreseen.call, foreseen.call.q.device
+        codes = isinstance(foreseen.sources, Float8Arrays)
+        unscaled = tuple(f"{role}_scale" for role in ROLES if codes and scales[role] is None)
         if arch is None and ordinal == CPU:
-            return cls(foreseen, None, None)
+            return cls(foreseen, None, None, unscaled)
         if arch is not None:
             if isinstance(foreseen.sources, Sources) and call.q.source_dtype not in GPU_DTYPES:
                 raise UnsupportedError(
@@ -117,7 +133,7 @@ class _Explained:
                 raise ValueError(f"out_dtype is {call.out_dtype!r}; accepted on a GPU are {', '.join(OUT_DTYPES[:2])}")
         check_foreseen_gpu(foreseen)
         target = jit.device_arch(ordinal) if arch is None else arch_for(ARCHES[arch].compute_capability)
-        return cls(foreseen, target, ordinal if arch is None else None)
+        return cls(foreseen, target, ordinal if arch is None else None, unscaled)
 
     @property
     def call(self) -> QuantizedCall:
@@ -127,11 +143,14 @@ class _Explained:
         """The kernels, where their code is, and what the call costs; ``compile`` what is in no cache."""
         request, shape = _request(self.call), _shape(self.call, itemsize=2)
         base = Explanation(
-            call=f"{call_text(request)}, float8",
+            call=self.call_text(request),
             backend="numpy",
             flops=shape.flops,
             standard_bytes=shape.standard_bytes,
-            notes=("NumPy backend: attention of the dequantized operands, tile by tile, without further rounding",),
+            notes=(
+                "NumPy backend: attention of the dequantized operands, tile by tile, without further rounding",
+                *self.notes_on_options(),
+            ),
         )
         if self.target is None:
             return base
@@ -240,6 +259,27 @@ class _Explained:
 
     # --- what else there is to say
 
+    def call_text(self, request: Request) -> str:
+        """The call in a line, with what its operands and its result are."""
+        call, sources = self.call, self.foreseen.sources
+        formats = {x.role: x.dtype.removeprefix("float8_").removesuffix("fn") for x in (call.q, call.k, call.v)}
+        text = ", ".join(f"{role} {form}" for role, form in formats.items())
+        if len(set(formats.values())) == 1:
+            text = formats["q"]
+        if isinstance(sources, Sources):
+            text = f"{call.q.source_dtype} quantized to {text}"
+        precision = FAST if call.fast else "fp8"
+        return f"{call_text(request, text)}, result {call.out_dtype}, precision {precision}"
+
+    def notes_on_options(self) -> list[str]:
+        """What is left away, and what makes no difference."""
+        found = []
+        if self.unscaled:
+            found.append(f"not given, so 1: {', '.join(self.unscaled)}")
+        if self.call.fast and (self.target is None or not self.problem.one_level):
+            found.append(SAME)
+        return found
+
     def workspace_bytes(self) -> int:
         """Codes, scales and means that the call makes; the mean's share of the LSE; the padded result."""
         call, total = self.call, sum(workspace_of(self.foreseen).values())
@@ -260,6 +300,7 @@ class _Explained:
             why = "its address, head dim or strides are no positive multiples of 16 bytes"
             copied = [f"; {role} is copied: {why}" for role in sources.copied]
             found.append("v is transposed on the way, once for all query tiles" + "".join(copied))
+        found += self.notes_on_options()
         found += self.notes_on_products()
         if call.v.mean is None:
             found.append("v is not centred: a constant in its channels costs accuracy that centring would save")
@@ -281,7 +322,8 @@ class _Explained:
         call, config = self.call, kernels.select_config(self.problem)
         converted = isinstance(config, Fp8Sm80Config) and config.converted
         found = [EXACT.format("fp16" if converted else "such codes of 3 bits")]
-        if {x.dtype for x in (call.q, call.k, call.v)} == {E4M3.name}:
+        ours = not isinstance(self.foreseen.sources, Float8Arrays)
+        if ours and {x.dtype for x in (call.q, call.k, call.v)} == {E4M3.name}:
             found.append(ACCURACY)
         if converted:
             return [*found, CONVERTED]

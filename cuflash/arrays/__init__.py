@@ -8,7 +8,7 @@ array is not of it. Frameworks whose arrays cuflash cannot address itself (JAX a
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
 
@@ -103,6 +103,12 @@ class Kind(Protocol):
         """The attention to take instead where the framework follows a call, to differentiate, compile or transform it.
 
         It takes the arguments of `cuflash.attention` and calls `cuflash.api.compute` for what it does not follow.
+        """
+
+    def refusal(self, arrays: Mapping[str, Any], what: str, /) -> str | None:
+        """Why to refuse arrays, by their names, where the framework follows a call of ``what``, which none can follow.
+
+        None where it does not. It is the caller who raises: what torch.compile traces is run again to raise.
         """
 
     def plain(self, x: Any, /) -> Any:

@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import UnsupportedError
-from . import is_float8, kind_of
+from ..errors import INSTALL_CUDA, UnsupportedError
+from . import Kind, is_float8, kind_of
 
 CUDA_DEVICES = (2, 13)
 HOST_DEVICES = (1, 3)
@@ -88,11 +88,8 @@ def label(name: str, x: Any) -> str:
         return kind.LABEL
     if _is_jax(x):
         return "JAX array"
-    if hasattr(x, "__dlpack__") and hasattr(x, "__dlpack_device__"):
+    if _is_producer(x):
         return f"{type(x).__module__.partition('.')[0]} array"
-    module, word = type(x).__module__, type(x).__qualname__
-    word = word if module == "builtins" else f"{module}.{word}"
-    found = "None" if x is None else f"{'an' if word[0] in 'aeiou' else 'a'} {word}"
     if x is None and name == "lse":
         hint = "; cuflash.attention gives it with return_lse=True"
     elif isinstance(x, tuple) and name == "out":
@@ -102,9 +99,35 @@ def label(name: str, x: Any) -> str:
     else:
         hint = ""
     raise TypeError(
-        f"{name} is {found}; accepted are CuPy and NumPy arrays, torch tensors, JAX arrays and other arrays with "
-        f"__dlpack__ and __dlpack_device__{hint}"
+        f"{name} is {_described(x)}; accepted are CuPy and NumPy arrays, torch tensors, JAX arrays and other arrays "
+        f"with __dlpack__ and __dlpack_device__{hint}"
     )
+
+
+def addressed(name: str, x: Any, instead: str) -> Kind:
+    """The kind of an array where only those are accepted that cuflash addresses itself.
+
+    Raises
+    ------
+    TypeError
+        It is another; of an array, the message says what to do ``instead``.
+    """
+    if kind := kind_of(x):
+        return kind
+    found = "a JAX array" if _is_jax(x) else _described(x)
+    hint = f": {instead}" if _is_producer(x) else ""
+    raise TypeError(f"{name} is {found}; accepted are CuPy and NumPy arrays and torch tensors{hint}")
+
+
+def _is_producer(x: Any) -> bool:
+    return hasattr(x, "__dlpack__") and hasattr(x, "__dlpack_device__")
+
+
+def _described(x: Any) -> str:
+    """What something is, with an article."""
+    module, word = type(x).__module__, type(x).__qualname__
+    word = word if module == "builtins" else f"{module}.{word}"
+    return "None" if x is None else f"{'an' if word[0] in 'aeiou' else 'a'} {word}"
 
 
 # --- JAX -------------------------------------------------------------------------------------------------------
@@ -127,10 +150,10 @@ def concerns_float8(q: Any, precision: Any, out_dtype: Any, scales: Mapping[str,
     return any(x is not None for x in options) or is_quantized(q) or is_float8(q)
 
 
-def is_traced(q: Any, k: Any, v: Any) -> bool:
-    """Whether these are JAX arrays of which at least one is a tracer: `cuflash.jax` takes them."""
+def is_traced(q: Any, *others: Any) -> bool:
+    """Whether ``q`` is a JAX array and at least one of all is a tracer: `cuflash.jax` takes q, k and v."""
     jax = sys.modules.get("jax")
-    return jax is not None and isinstance(q, jax.Array) and any(isinstance(x, jax.core.Tracer) for x in (q, k, v))
+    return jax is not None and isinstance(q, jax.Array) and any(isinstance(x, jax.core.Tracer) for x in (q, *others))
 
 
 def _view_jax(name: str, x: Any) -> Any:
@@ -224,8 +247,7 @@ def require_cupy(name: str) -> Any:
         import cupy
     except ImportError as error:
         raise UnsupportedError(
-            f"{name} is on a GPU, and arrays of its kind are read through CuPy, which is not installed: "
-            "pip install 'cuflash[cuda12]' or 'cuflash[cuda13]'"
+            f"{name} is on a GPU, and arrays of its kind are read through CuPy, which is not installed: {INSTALL_CUDA}"
         ) from error
     return cupy
 

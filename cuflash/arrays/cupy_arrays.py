@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -30,6 +30,7 @@ __all__ = [
     "on_stream",
     "operand",
     "plain",
+    "refusal",
     "stream",
     "untraced",
     "view",
@@ -100,6 +101,10 @@ def untraced(function: Callable[..., Any], /) -> Callable[..., Any]:
 
 
 def follower(arrays: tuple[Any, ...], /) -> Callable[..., Any] | None:
+    return None
+
+
+def refusal(arrays: Mapping[str, Any], what: str, /) -> str | None:
     return None
 
 

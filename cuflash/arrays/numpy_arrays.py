@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -73,6 +73,10 @@ def untraced(function: Callable[..., Any], /) -> Callable[..., Any]:
 
 
 def follower(arrays: tuple[Any, ...], /) -> Callable[..., Any] | None:
+    return None
+
+
+def refusal(arrays: Mapping[str, Any], what: str, /) -> str | None:
     return None
 
 

@@ -6,7 +6,7 @@ DLPack would cost 20 us a call and refuses tensors of a device that is not curre
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -19,8 +19,8 @@ from . import CPU, Operand, dtype_name
 
 __all__ = [
     "LABEL", "PLAIN_TYPES", "copy", "current_device", "dispatch_modes", "empty", "empty_like", "fill_dead", "follower",
-    "geometry", "is_compiling", "is_tracing", "numpy", "on_device", "operand", "plain", "stream", "transformed",
-    "untraced", "written",
+    "geometry", "is_compiling", "is_tracing", "numpy", "on_device", "operand", "plain", "refusal", "stream",
+    "transformed", "untraced", "written",
 ]  # fmt: skip
 
 LABEL = "torch tensor"
@@ -65,6 +65,24 @@ def follower(arrays: tuple[Any, ...], /) -> Callable[..., Any] | None:
     from .. import torch as differentiable
 
     return differentiable.attend
+
+
+def refusal(arrays: Mapping[str, Any], what: str, /) -> str | None:
+    if is_compiling():
+        return (
+            f"torch.compile follows the call, and {what} is not for that: make the call outside of what is compiled, "
+            "or by torch.compiler.disable(cuflash.attention)"
+        )
+    if transformed() or dispatch_modes():
+        tracer = "a transformation of torch.func" if transformed() else "a dispatch mode, such as that of make_fx,"
+        return f"{tracer} follows the call, and {what} is not for that: make the call outside of it"
+    for name, x in arrays.items():
+        if getattr(x, "requires_grad", False) and is_grad_enabled():
+            return (
+                f"{name} requires grad, and {what} has no gradients: call it under torch.no_grad(), or pass "
+                f"{name}.detach()"
+            )
+    return None
 
 
 def _watcher(x: Any) -> str | None:

@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from ..errors import INSTALL_CUDA
 from ..text import duration
 from .screen import Screen
 
@@ -133,7 +134,7 @@ def on_gpu(arrays: list[np.ndarray[Any, Any]], ordinal: int, options: dict[str, 
     try:
         import cupy
     except ImportError as error:
-        raise ImportError("--device cuda needs CuPy: pip install 'cuflash[cuda12]' or 'cuflash[cuda13]'") from error
+        raise ImportError(f"--device cuda needs CuPy: {INSTALL_CUDA}") from error
     count = driver.device_count()
     if ordinal >= count:
         raise ValueError(f"--device cuda:{ordinal}: this machine has {count} CUDA devices")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
+import re
 import weakref
 from collections.abc import Callable, Iterator
 from decimal import Decimal
@@ -18,6 +19,7 @@ import cuflash
 from cuflash import arrays
 from cuflash.arrays import bridge
 from cuflash.checks import make_request
+from cuflash.errors import INSTALL_CUDA
 from tests.oracle import DTYPES, assert_accurate, poisoned, randn
 from tests.unit import fake_gpu
 from tests.unit.fake_gpu import FakeGpu
@@ -167,13 +169,13 @@ def test_types_are_not_guessed(adopt: Any, dtype: Any, words: str) -> None:
 def test_fp8_beside_other_types_is_refused_by_name(adopt: Any, dtype: str) -> None:
     q, k, v = (adopt(np.zeros(SHAPE, np.float16)) for _ in range(3))
     codes = adopt(np.zeros(SHAPE, getattr(ml_dtypes, dtype)))
-    with pytest.raises(cuflash.UnsupportedError, match=f"v has dtype {dtype}, whose scales are not known: .* or cast"):
+    with pytest.raises(cuflash.UnsupportedError, match=f"v has dtype {dtype}; 8-bit floats are for .*, or cast"):
         cuflash.attention(q, k, codes)
     with pytest.raises(
         TypeError, match="k has dtype float16; accepted are q, k and v of float8_e4m3fn and float8_e5m2"
     ):
         cuflash.attention(codes, k, v)
-    with pytest.raises(cuflash.UnsupportedError, match=f"q has dtype {dtype}, whose scales are not known"):
+    with pytest.raises(cuflash.UnsupportedError, match=f"q has dtype {dtype}; 8-bit floats are for"):
         cuflash.attention_backward(codes, codes, codes, codes, codes, codes)
 
 
@@ -430,7 +432,7 @@ def test_dlpack_refusals() -> None:
 def test_dlpack_on_a_gpu_needs_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "cupy", None)
     on_gpu = type("OnGpu", (Producer,), {"device": (2, 0)})
-    with pytest.raises(cuflash.UnsupportedError, match=r"CuPy, which is not installed: pip install"):
+    with pytest.raises(cuflash.UnsupportedError, match=re.escape(f"CuPy, which is not installed: {INSTALL_CUDA}")):
         cuflash.attention(*map(on_gpu, qkv()))
 
 

@@ -13,7 +13,7 @@ from cuflash.bench.inputs import Case
 from cuflash.cli.screen import Screen
 from cuflash.compiled import Compiled
 from cuflash.driver import DeviceProperties
-from cuflash.errors import DriverError, MissingKernelError, UnsupportedError
+from cuflash.errors import INSTALL_CUDA, DriverError, MissingKernelError, UnsupportedError
 from tests.unit import fake_cupy
 
 FAKE_GPU = DeviceProperties("Fake GPU", (9, 0), 132, 1.98e9, 4.8e12, 1 << 37, 60 << 20, 232448, 233472)
@@ -75,7 +75,7 @@ def test_an_old_gpu_or_no_cupy_is_named(monkeypatch):
     assert "7.5" in str(demo.gpu_obstacle())
     monkeypatch.setattr(demo.jit, "device_arch", lambda device: None)
     monkeypatch.setattr(demo.importlib.util, "find_spec", lambda name: None)
-    assert "CuPy is not installed" in str(demo.gpu_obstacle())
+    assert f"CuPy is not installed: {INSTALL_CUDA}" == demo.gpu_obstacle()
     monkeypatch.setattr(demo.driver, "device_count", lambda: 0)
     assert "no device" in str(demo.gpu_obstacle())
 

@@ -345,6 +345,12 @@ def test_a_wrong_target_is_an_error_not_a_refusal():
         cuflash.explain(*arrays(), arch="sm_75")
 
 
+def test_deterministic_is_of_gradients():
+    with pytest.raises(ValueError, match=r"deterministic is True, .*: accepted is that with backward=True"):
+        cuflash.explain(*arrays(), deterministic=True)
+    assert cuflash.explain(*arrays(), deterministic=True, backward=True).refused is None
+
+
 def test_the_function_survives_the_import_of_its_module():
     import cuflash.explanation
 

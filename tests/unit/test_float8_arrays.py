@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from itertools import product
 from typing import Any
@@ -443,8 +444,11 @@ def test_warmup_and_explain(gpu: FakeGpu) -> None:
         assert "v is transposed on the way" in str(explained)
         assert ("q is copied" in str(explained)) == (dims[0] == 33)
     assert cuflash.warmup(*arrays, q_scale=0.5) == ()
-    with pytest.raises(cuflash.UnsupportedError, match="no gradients"):
-        cuflash.warmup(*operands, backward=True)
+    for precision in (None, "fp8"):
+        asked: dict[str, Any] = {"precision": precision, "backward": True}
+        with pytest.raises(cuflash.UnsupportedError, match=r"no gradients: accepted is False$"):
+            cuflash.warmup(*operands, **asked)
+        assert (cuflash.explain(*operands, **asked).refused or "").endswith("no gradients: accepted is False")
 
 
 def test_explain_counts_what_is_moved() -> None:
@@ -464,6 +468,22 @@ def test_explain_counts_what_is_moved() -> None:
     assert cuflash.explain(*arrays).backend == "numpy"
 
 
+def test_explain_says_what_the_operands_are() -> None:
+    arrays = draw(forms=(E4M3, E5M2, E4M3))
+    for options, call, missing in (
+        ({}, "result bfloat16, precision fp8", "not given, so 1: q_scale, k_scale, v_scale"),
+        ({"q_scale": 1.0, "out_dtype": "float16"}, "result float16, precision fp8", "so 1: k_scale, v_scale"),
+        ({"precision": "fp8-fast", **named([1.0] * 3)}, "result bfloat16, precision fp8-fast", None),
+    ):
+        for arch in (None, "sm_90"):
+            explained = cuflash.explain(*arrays, **options, arch=arch)  # type: ignore[arg-type]
+            assert ", q e4m3, k e5m2, v e4m3, full, " in explained.call and explained.call.endswith(call)
+            assert ("not given" in str(explained)) == (missing is not None)
+            assert missing is None or any(note.endswith(missing) for note in explained.notes)
+    assert ", e5m2, full, " in cuflash.explain(*draw(forms=(E5M2,) * 3)).call
+    assert "RMSE" not in str(cuflash.explain(*draw(), arch="sm_90"))
+
+
 # ---- refusals
 
 
@@ -476,20 +496,24 @@ def test_refused() -> None:
     unknown = q.astype(ml_dtypes.float8_e4m3fnuz)
     cases: tuple[tuple[Any, dict[str, Any], Any, str], ...] = (
         ((q, k, halves[2]), {}, TypeError, "v has dtype float16; accepted are q, k and v of float8_e4m3fn and"),
-        ((halves[0], k, v), {}, cuflash.UnsupportedError, "k has dtype float8_e4m3fn, whose scales are not known"),
+        ((halves[0], k, v), {}, cuflash.UnsupportedError, "k has dtype float8_e4m3fn; 8-bit floats are for cu"),
         ((unknown, k, v), {}, cuflash.UnsupportedError, "q has dtype float8_e4m3fnuz; of 8-bit floats cuflash takes"),
         (halves, {"k_scale": 1.0}, TypeError, "k_scale is for operands of float8_e4m3fn and .*, and q has dtype flo"),
         (halves, {"v_scale": wide, "precision": "fp8"}, TypeError, "v_scale is for operands of float8_e4m3fn"),
         ((q8, k8, v8), {"q_scale": 1.0}, TypeError, "q_scale is given and q is a QuantizedTensor, which has scales"),
         ((q, k8, v), {}, TypeError, "k is a"),
-        ((q, k, v), {"q_scale": wide}, ValueError, r"q_scale has shape \(2, 4, 3\) and dtype float32; .* \(2, 4, 2\)"),
+        ((q, k, v), {"q_scale": wide}, ValueError, r"q_scale has shape \(2, 4, 3\); .* \(2, 4, 2\), .* tokens\)$"),
+        ((q, k, v), {"q_scale": tile[0, 0, :1]}, ValueError, r"q_scale has shape \(1,\); .*: reshape it to \(\)$"),
         (
             (q, k, v),
             {"k_scale": tile},
             ValueError,
             r"k_scale has shape .* accepted are .* \(\), \(2, 2\), .*\(2, 2, 3\)",
         ),
-        ((q, k, v), {"q_scale": tile.astype(np.float16)}, ValueError, "q_scale has shape .* and dtype float16"),
+        *(
+            ((q, k, v), {"q_scale": x}, TypeError, f"q_scale has dtype {x.dtype}; .*: cast it to float32")
+            for x in (tile.astype(np.float16), np.ones(()), wide.astype(int), tile.astype(ml_dtypes.bfloat16))
+        ),
         ((q, k, v), {"q_scale": "1"}, TypeError, "q_scale is a str"),
         ((q, k, v), {"q_scale": [1.0]}, TypeError, "q_scale is a list"),
         ((q, k, v), {"q_scale": 0.0}, ValueError, f"q_scale is 0.0; {number}"),
@@ -635,9 +659,13 @@ def test_torch_is_not_followed() -> None:
     scale = torch.ones(2, 4, requires_grad=True)
     with pytest.raises(cuflash.UnsupportedError, match="q_scale requires grad"):
         cuflash.attention(q, k, v, q_scale=scale)
-    q.requires_grad_()
-    with pytest.raises(cuflash.UnsupportedError, match="followed by autograd"):
+    with pytest.raises(cuflash.UnsupportedError, match=r"torch.compile follows the call, .* outside of what is comp"):
+        torch.compile(lambda q: cuflash.attention(q, k, v), backend="eager")(q)
+    v.requires_grad_()
+    message = "v requires grad, and attention of 8-bit floats has no gradients: call it under torch.no_grad()"
+    with pytest.raises(cuflash.UnsupportedError, match=re.escape(message)):
         cuflash.attention(q, k, v)
+    assert (cuflash.explain(q, k, v).refused or "").startswith(message)
     with torch.no_grad():
         assert cuflash.attention(q, k, v, q_scale=scale).shape == (2, 130, 4, 48)
 
@@ -652,8 +680,31 @@ def test_jax_arrays(axes: tuple[Any, Any, Any]) -> None:
     assert isinstance(out, jax.Array) and (np.asarray(out) == expected).all()
     explained = cuflash.explain(*map(jax.numpy.asarray, arrays), **named(scales, jax.numpy.asarray), arch="sm_90")
     assert [kernel.family for kernel in explained.kernels] == ["prepare", "forward_fp8_sm90"]
-    with pytest.raises(cuflash.UnsupportedError, match="not for JAX tracers"):
-        jax.jit(lambda x: cuflash.attention(x, x, x, q_scale=2.0))(arrays[0])
+
+
+def test_jax_does_not_trace() -> None:
+    jax = pytest.importorskip("jax")
+    from cuflash.jax import attention
+
+    q, k, v = map(jax.numpy.asarray, draw())
+    message = "attention of 8-bit floats is not for JAX tracers: make the call outside of jax.jit"
+    for call in (
+        lambda x: cuflash.attention(x, x, x),
+        lambda x: cuflash.attention(x, x, x, q_scale=2.0),
+        lambda x: cuflash.attention(q, k, v, v_scale=x[0, 0, 0, 0].astype(np.float32)),
+    ):
+        with pytest.raises(cuflash.UnsupportedError, match=message):
+            jax.jit(call)(q)
+    with pytest.raises(cuflash.UnsupportedError, match=r"q has dtype .*; 8-bit floats are for cuflash.attention alone"):
+        attention(q, k, v)
+
+
+def test_the_differentiable_attention_of_torch_names_the_other() -> None:
+    pytest.importorskip("torch")
+    from cuflash.torch import attention
+
+    with pytest.raises(cuflash.UnsupportedError, match=r"q has dtype .*; 8-bit floats are for cuflash.attention alone"):
+        attention(*map(as_torch, draw()))
 
 
 class Producer:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ import cuflash
 from cuflash import kernels
 from cuflash.cache import KernelCache, cache_key
 from cuflash.compiled import Compiled
+from cuflash.errors import INSTALL_CUDA
 from cuflash.problem import AttentionProblem
 from cuflash.render import Source
 
@@ -173,3 +175,13 @@ except ImportError as error:
     print(json.dumps(str(error)))
 """
     assert "cuflash.jax needs JAX 0.6.1 or later" in str(in_fresh_process(code))
+
+
+def test_messages_advise_what_can_be_installed() -> None:
+    """cuflash is on no index: extras are installed from a checkout, and those that messages name exist."""
+    texts = {path: path.read_text() for path in (ROOT / "cuflash").rglob("*.py")}
+    assert texts and not [path for path, text in texts.items() if re.search(r"pip install '?cuflash", text)]
+    named = {name for text in texts.values() for name in re.findall(r"pip install '\.\[(\w+)\]'", text)}
+    assert named == {"cuda13"}
+    project = (ROOT / "pyproject.toml").read_text()
+    assert all(f"\n{name} = [" in project and f"{name} (" in INSTALL_CUDA for name in ("cuda12", "cuda13"))

@@ -157,6 +157,13 @@ def test_formats_sources_layouts(dtype: str, source: str, layout: str) -> None:
         check(x, role=role, dtype=dtype, layout=layout, center=center, hadamard=role == "k")
 
 
+def test_formats_by_the_types_of_frameworks() -> None:
+    x = np.ones((1, 5, 2, 16), np.float16)
+    for each in (ml_dtypes.float8_e5m2, np.dtype(ml_dtypes.float8_e5m2)):
+        assert cuflash.quantize(x, role="q", dtype=each).dtype == E5M2
+        assert {made.dtype for made in cuflash.quantize_qkv(x, x, x, dtype=each)} == {E5M2}
+
+
 def test_strides_do_not_matter() -> None:
     x = randn(np.random.default_rng(2), (2, 150, 2, 20), "bfloat16")
     strided = strided_copy(x, (2, 0, 3, 1), (1, 2, 3, 1), (False, True, False, True))
@@ -402,7 +409,7 @@ def test_from_float8() -> None:
         (x[..., :15], 1.0, "C-contiguous"),
         (x[:, :, ::2], 1.0, "C-contiguous"),
         (x, scales[..., :1], r"shape \(2, 3, 2\)"),
-        (x, scales.astype(np.float64), "float32"),
+        (x, scales.astype(np.float64), "scale has dtype float64; .*: cast it to float32"),
         (x.view(np.uint8), 1.0, "dtype is"),
         ([1], 1.0, "accepted are CuPy"),
         (x[0], 1.0, "four axes"),
@@ -443,7 +450,7 @@ def test_no_tokens() -> None:
         ({"center": None}, TypeError, "center is None"),
         ({"seed": 0.5}, TypeError, "seed is 0.5; accepted are integers"),
         ({"seed": True}, TypeError, "seed is True"),
-        ({"x": [[1.0]]}, TypeError, "x is a list"),
+        ({"x": [[1.0]]}, TypeError, "x is a list; accepted are CuPy and NumPy arrays and torch tensors$"),
         ({"x": np.ones((1, 2, 3))}, cuflash.UnsupportedError, "x has dtype float64; accepted are float16"),
         ({"x": np.ones((1, 2, 3), np.float16)}, ValueError, r"x has shape \(1, 2, 3\); accepted are four axes"),
         ({"x": np.ones((1, 2, 3, 0), np.float16)}, ValueError, "x has head dim 0"),
@@ -454,6 +461,18 @@ def test_refused(change: dict[str, Any], error: type[Exception], match: str) -> 
     options = {"x": np.ones((1, 2, 3, 4), np.float16), "role": "q"} | change
     with pytest.raises(error, match=match):
         cuflash.quantize(options.pop("x"), **options)
+
+
+def test_other_arrays_are_told_what_takes_them() -> None:
+    jax = pytest.importorskip("jax")
+    x = jax.numpy.ones((1, 5, 2, 16), jax.numpy.float16)
+    with pytest.raises(
+        TypeError, match=r"^q is a JAX array; accepted are .*attention\(q, k, v, precision='fp8'\) takes"
+    ):
+        cuflash.quantize_qkv(x, x, x)
+    with pytest.raises(TypeError, match=r"^x is a JAX array; accepted are .*: cuflash.attention takes JAX arrays"):
+        cuflash.QuantizedTensor.from_float8(x.astype(E4M3), 1.0, role="q")
+    assert cuflash.attention(x, x, x, precision="fp8").shape == x.shape
 
 
 def test_refused_together() -> None:

@@ -51,6 +51,7 @@ def test_float8_without_copies(dtype: str) -> None:
     mine = (qkv("bfloat16")[0].float() * 8).to(getattr(torch, dtype))
     taken = cuflash.QuantizedTensor.from_float8(mine, 0.125, role="q")
     torch.testing.assert_close(taken.dequantize(), mine.float() / 8, atol=0, rtol=0)
+    assert cuflash.quantize(qkv("float16")[0], role="q", dtype=mine.dtype).dtype == dtype
 
 
 def test_refused() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections.abc import Iterator
+from functools import partial
 from itertools import product
 from typing import Any
 from unittest import mock
@@ -362,7 +363,7 @@ def test_fast_calls_have_kernels_of_their_own(gpu: FakeGpu) -> None:
                 explained = cuflash.explain(*operands, return_lse=True, precision=precision)
                 assert explained.kernel.problem == gpu.launches[-1].loaded.problem  # type: ignore[union-attr]
                 assert any("truncate" in note for note in explained.notes) is (precision == "fp8-fast" or dim_v > 128)
-                assert any("precision='fp8-fast'" in note for note in explained.notes) is wants
+                assert any("precision='fp8-fast': " in note for note in explained.notes) is wants
         attending = [problem for problem in gpu.compiled if problem.task == "forward"]
         assert [problem.one_level for problem in attending] == levels
     ready = cuflash.warmup(*map(gpu.array, draw(dims=(32, 32))), precision="fp8-fast")
@@ -438,11 +439,22 @@ def test_what_is_followed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     torch = pytest.importorskip("torch")
     q, k, v = (torch.ones(1, 5, 2, 16, dtype=torch.bfloat16, requires_grad=name == "k") for name in "qkv")
     for call in (cuflash.attention, cuflash.warmup):
-        with pytest.raises(cuflash.UnsupportedError, match="precision='fp8' is not followed by autograd"):
+        with pytest.raises(cuflash.UnsupportedError, match=r"^k requires grad, .*'fp8' has no gradients: .* k.detach"):
             call(q, k, v, precision="fp8")
-    assert "not followed by autograd" in (cuflash.explain(q, k, v, precision="fp8").refused or "")
+    assert "k requires grad, " in (cuflash.explain(q, k, v, precision="fp8").refused or "")
     with torch.no_grad():
         assert cuflash.attention(q, k, v, precision="fp8").shape == q.shape
+    k = k.detach()
+    attend = partial(cuflash.attention, precision="fp8")
+    for follow, found in (
+        (lambda call: torch.compile(call, backend="eager"), "torch.compile follows the call, .* outside of what is"),
+        (torch.func.vmap, "a transformation of torch.func follows the call, .* outside of it"),
+        (torch.fx.experimental.proxy_tensor.make_fx, "a dispatch mode, .* outside of it"),
+    ):
+        with pytest.raises(cuflash.UnsupportedError, match=found):
+            follow(lambda q, k, v: attend(q, k, v) * 2)(q, k, v)
+    disabled = torch.compile(lambda q, k, v: torch.compiler.disable(attend)(q, k, v) * 2, backend="eager")
+    assert (disabled(q, k, v) == 2 * attend(q, k, v)).all()
 
 
 def test_jax_tracers_are_refused() -> None:
@@ -531,6 +543,31 @@ def test_explain_names_the_kernel_of_every_target(arch: str, family: str, note: 
     assert planned.device is not None and planned.device.float8 is (rate == 2)
 
 
+def test_explain_names_operands_and_result() -> None:
+    for operands, options, dtypes, result in (
+        (draw(), {"precision": "fp8"}, "float16 quantized to e4m3", "float16, precision fp8"),
+        (draw(), {"precision": "fp8-fast", "out_dtype": "bfloat16"}, "float16 quantized to e4m3",
+         "bfloat16, precision fp8-fast"),
+        (cuflash.quantize_qkv(*draw()), {}, "e4m3", "float16, precision fp8"),
+        (cuflash.quantize_qkv(*draw(), dtype="float8_e5m2"), {}, "e5m2", "float16, precision fp8"),
+    ):  # fmt: skip
+        explained = cuflash.explain(*operands, **options, arch="sm_90")  # type: ignore[arg-type]
+        assert f", {dtypes}, full, " in explained.call and explained.call.endswith(f", result {result}")
+        assert any("RMSE near 1.4e-3" in note for note in explained.notes) is (dtypes != "e5m2")
+
+
+@pytest.mark.parametrize("dim_v", [128, 144])
+@pytest.mark.parametrize("arch", [None, "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120"])
+def test_explain_says_where_the_fast_precision_makes_no_difference(arch: str | None, dim_v: int) -> None:
+    arrays = draw(dims=(64, dim_v))
+    usual, fast = (cuflash.explain(*arrays, precision=each, arch=arch) for each in ("fp8", "fp8-fast"))
+    same = [(kernel.symbol, kernel.problem) for kernel in usual.kernels] == [
+        (kernel.symbol, kernel.problem) for kernel in fast.kernels
+    ]
+    assert any("makes no difference here" in note for note in fast.notes) is same
+    assert "makes no difference" not in str(usual)
+
+
 def test_explain_says_what_ptxas_does() -> None:
     """Of a kernel on codes for a target that has no such instruction, which no table has."""
     codes = fp8_sm80.forward_config
@@ -545,7 +582,7 @@ def test_explain_says_what_ptxas_does() -> None:
 @pytest.mark.parametrize(
     ("options", "rule", "match"),
     [
-        ({"backward": True}, "UnsupportedError", "no gradients"),
+        ({"backward": True}, "UnsupportedError", "no gradients: accepted is False, or a call without precision"),
         ({"precision": "fp4"}, "ValueError", "accepted are None, 'fp8', 'fp8-fast'"),
         ({"precision": None, "out_dtype": "float16"}, "TypeError", "out_dtype is for quantized operands"),
         ({"causal": "left"}, "ValueError", "causal is 'left'"),

@@ -112,6 +112,16 @@ def test_options_that_would_be_ignored_are_refused(words, message):
         arguments(*words)
 
 
+def test_a_family_of_8_bit_operands_is_not_offered(capsys):
+    for name in kernels.FAMILIES:
+        if name.startswith("forward_fp8"):
+            with pytest.raises(SystemExit):
+                arguments("--sweep", "64", "--family", name)
+            assert f"invalid choice: '{name}'" in capsys.readouterr().err
+        else:
+            assert arguments("--sweep", "64", "--family", name).family == name
+
+
 def test_a_field_of_the_other_family_is_refused(capsys):
     assert main(["bench", "--sweep", "64", "warps=8", "--compile-only", "--arch", "sm_90"]) == 1
     assert "forward_sm90 has no warps" in capsys.readouterr().err

@@ -191,7 +191,11 @@ def test_other_tensors_are_refused(backend: FakeGpu | None) -> None:
         (meta, cuflash.UnsupportedError, "q is on device meta"),
         ((q.to(torch.uint16), k, v), TypeError, r"q has dtype uint16.*q\.view\(torch\.bfloat16\)"),
         ((q.to(torch.float8_e4m3fn), k, v), TypeError, "k has dtype float16; accepted are q, k and v of float8_e4m3fn"),
-        ((q, k.to(torch.float8_e4m3fn), v), cuflash.UnsupportedError, "float8_e4m3fn, whose scales are not known"),
+        (
+            (q, k.to(torch.float8_e4m3fn), v),
+            cuflash.UnsupportedError,
+            "float8_e4m3fn; 8-bit floats are for cuflash.att",
+        ),
         ((flipped, flipped, flipped), cuflash.UnsupportedError, r"q is a lazily negated view; pass q\.resolve_neg\(\)"),
     ):
         with pytest.raises(error, match=words):
