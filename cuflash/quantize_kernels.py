@@ -11,7 +11,7 @@ from .arch import ARCHES
 from .config import KernelConfig, StreamConfig, pitches, round_up
 from .cpu_quantize import FEWEST, PARTIALS, SAMPLE
 from .fp8_layout import TILE, padded
-from .kernels import TMA_TARGETS, KernelFamily
+from .kernels import SHIPPED_HEAD_DIMS, TMA_TARGETS, KernelFamily
 from .params import F32, FAST_DIV, I32, POINTER, ROW_AXES, CType, Field, ParameterBlock, stride_fields
 from .problem import DTYPES, AttentionProblem, Task
 
@@ -20,9 +20,7 @@ __all__ = [
     "lse_problem", "shipped_problems",
 ]  # fmt: skip
 
-
 TASKS: tuple[Task, ...] = ("quantize_means", "quantize")
-SHIPPED_HEAD_DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256))
 
 SMEM_OF_A_BLOCK = 1024
 """What the system takes of an SM's shared memory for each block."""
