@@ -10,11 +10,11 @@ from typing import Any
 README = Path(__file__).resolve().parents[1] / "README.md"
 
 
-def example(word: str) -> dict[str, Any]:
-    """Runs the README's Python block that contains a word; returns its names."""
+def example(word: str, names: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Runs the README's Python block that contains a word, after another one that left ``names``; returns its names."""
     blocks = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
     (block,) = [block for block in blocks if word in block]
-    names: dict[str, Any] = {}
+    names = dict(names or {})
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what frameworks say when they are imported
         exec(compile("import cuflash\n" + block, "README.md", "exec"), names)

@@ -262,8 +262,8 @@ def test_layout_of_the_tensors_is_that_of_the_result() -> None:
 
 
 def test_readme_example() -> None:
-    names = example("quantize_qkv")
+    names = example("to_float8", example("quantize_qkv"))
     exact, _ = oracle(*(by_head(names[name]) for name in "qkv"), causal="bottom_right")
-    assert names["out"].dtype == np.float16 and names["same"].dtype == np.float32
-    for out in (names["out"], names["same"]):
+    assert names["out"].dtype == np.float16 and names["direct"].dtype == np.float32
+    for out in (names["out"], names["direct"], names["raw"]):
         assert 1e-4 < np.sqrt(np.mean((by_head(out) - exact) ** 2)) < 1e-2
