@@ -12,6 +12,10 @@ from .sm90_config import WARPGROUP, WARPGROUP_ROWS
 
 ROW_CONSTANT_BYTES = 8
 """LSE and delta of a query row."""
+WORK_STAGES = 2
+"""Numbers of work tiles in the shared memory of a Hopper kernel: this one's and the next."""
+OWN_BARRIERS = 2
+"""mbarriers of a Hopper kernel that its first warpgroup has for itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,7 +103,7 @@ class BackwardConfig(KernelConfig):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackwardSm90Config(KernelConfig):
-    """The main kernel of the Hopper backward pass: TMA, ``wgmma``, a thread block for each tile of 128 keys.
+    """The main kernel of the Hopper backward pass: TMA, ``wgmma``, tiles of 128 keys.
 
     Parameters
     ----------
@@ -162,29 +166,31 @@ class BackwardSm90Config(KernelConfig):
         return PITCH_STEP if self.block_m == WARPGROUP_ROWS else round_up(problem.head_dim, 16)
 
     def kv_sums(self, problem: AttentionProblem) -> int:
-        """Float32 sums of dK and dV of a tile of keys, where several blocks share it."""
+        """Float32 sums of dK and dV of a tile of keys, where several tiles share these."""
         return self.block_n * (round_up(problem.head_dim, 16) + round_up(problem.head_dim_v, 16))
 
     def smem_sizes(self, problem: AttentionProblem) -> Sequence[tuple[str, int]]:
-        """K and V (later dK and dV), every stage's Q and dO, dS, each consumer's dQ, row constants, mbarriers."""
+        """K, V (later dV), every stage's Q and dO, dS, each consumer's dQ (at last dK), row constants, mbarriers."""
         pitch_k, pitch_v = pitches(problem)
-        # K, V and the loader's own have one, each stage of Q and dO and each buffer of dS a pair.
-        barriers = 3 + 2 * (self.q_stages + self.dout_stages + self.ds_buffers)
+        dq = max(WARPGROUP_ROWS * self.dq_columns(problem) * 4, self.stored_keys * pitch_k)
+        # Numbers of work tiles, K and V, each stage of Q and dO, each buffer of dS: a pair; dK and dV of each consumer.
+        barriers = 2 * (WORK_STAGES + 2 + self.q_stages + self.dout_stages + self.ds_buffers) + 2 * self.consumers
         return [
-            ("k_and_dk", self.block_n * pitch_k),
+            ("k", self.block_n * pitch_k),
             ("v_and_dv", self.block_n * pitch_v),
             *((f"q{i}", self.block_m * pitch_k) for i in range(self.q_stages)),
             *((f"dout{i}", self.block_m * pitch_v) for i in range(self.dout_stages)),
             *((f"ds{i}", self.block_m * self.block_n * ELEMENT_BYTES) for i in range(self.ds_buffers)),
-            *((f"dq{i}", WARPGROUP_ROWS * self.dq_columns(problem) * 4) for i in range(self.consumers)),
+            *((f"dq{i}_and_dk{i}", dq) for i in range(self.consumers)),
             *((f"rows{i}", self.block_m * ROW_CONSTANT_BYTES) for i in range(self.q_stages)),
-            ("barriers", 8 * barriers),
+            ("work", 4 * WORK_STAGES),
+            ("barriers", 8 * (barriers + OWN_BARRIERS)),
         ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackwardWideConfig(KernelConfig):
-    """The main kernel of the Hopper backward pass for head dims above 128: a thread block for each tile of 64 keys.
+    """The main kernel of the Hopper backward pass for head dims above 128: tiles of 64 keys.
 
     One consumer warpgroup computes P^T, the other dS^T, and each about half of the columns of dK, dV and dQ.
     """
@@ -226,8 +232,8 @@ class BackwardWideConfig(KernelConfig):
     def smem_sizes(self, problem: AttentionProblem) -> Sequence[tuple[str, int]]:
         """K and V (later dK and dV), every stage's Q and dO, P^T and dS^T, row constants, mbarriers."""
         pitch_k, pitch_v = pitches(problem)
-        # K, V and the loader's own have one, each stage of Q and dO, P^T and dS^T a pair.
-        barriers = 3 + 2 * (2 * self.stages + 2)
+        # Numbers of work tiles, each stage of Q and dO, P^T and dS^T: a pair; K four, V three.
+        barriers = 2 * (WORK_STAGES + 2 * self.stages + 2) + 4 + 3
         return [
             ("k_and_dk", self.block_n * pitch_k),
             ("v_and_dv", self.block_n * pitch_v),
@@ -235,7 +241,8 @@ class BackwardWideConfig(KernelConfig):
             *((f"dout{i}", self.block_m * pitch_v) for i in range(self.stages)),
             *((name, self.block_m * self.block_n * ELEMENT_BYTES) for name in ("p", "ds")),
             *((f"rows{i}", self.block_m * ROW_CONSTANT_BYTES) for i in range(self.stages)),
-            ("barriers", 8 * barriers),
+            ("work", 4 * WORK_STAGES),
+            ("barriers", 8 * (barriers + OWN_BARRIERS)),
         ]
 
 

@@ -45,7 +45,7 @@ HOPPER = ("backward_sm90", "backward_sm90_wide")
 """What loads by TMA; the head dims decide between them."""
 
 FEWEST_WAVES = 2
-"""Waves of blocks below which blocks share the query heads of a key/value head."""
+"""Key tiles for each multiprocessor below which tiles share the query heads of a key/value head."""
 
 TASKS: tuple[Task, ...] = ("backward_rows", "backward", "backward_dq")
 """Of a call's kernels, in the order of their launches."""
@@ -81,22 +81,25 @@ def _hopper_refusal(request: BackwardRequest, arch: str) -> str | None:
 
 
 class BackwardGrid(NamedTuple):
-    """The launch of the backward pass's main kernel, one thread block for each tile of keys, and what it adds to.
+    """The work of the backward pass's main kernel, by tiles of keys, and the thread blocks that do it.
 
-    ``section`` heads run side by side before the next ones begin, the first key tiles of all of them first: under a
-    causal mask these are the longest. Where there are few key tiles, ``shares`` blocks of a Hopper kernel have some of
-    the query heads of a key/value head each, and count as so many heads; they add up dK and dV one after the other.
+    ``work_tiles`` are the key tiles of all heads: ``section`` heads side by side before the next ones begin, the first
+    key tiles of all of them first: under a causal mask these are the longest. Each is a thread block of the
+    Ampere-style kernel; the ``blocks`` of a Hopper kernel, one for each multiprocessor, take one after the other. Where
+    there are few key tiles, ``shares`` tiles of a Hopper kernel have some of the query heads of a key/value head each,
+    and count as so many heads; they add up dK and dV one after the other.
 
-    With a ``turn_shift``, blocks of Hopper kernels that add to sums of dQ in turns follow each other through the query
+    With a ``turn_shift``, tiles of Hopper kernels that add to sums of dQ in turns follow each other through the query
     tiles: of ``turn_group`` neighbours each starts that many query tiles after the one before it (Qiang et al., DASH:
     Deterministic Attention Scheduling for High-throughput Reproducible LLM Training, 2026). They wait for each other,
-    so all of them must find room at the same time, and are started one right after the other: in a section the groups
+    so all of them must find room at the same time, and are begun one right after the other: in a section the groups
     in order, in each of them the heads.
     """
 
     m_tiles: int
     n_tiles: int
     section: int
+    work_tiles: int
     blocks: int
     turn_group: int
     turn_shift: int
@@ -105,7 +108,7 @@ class BackwardGrid(NamedTuple):
     @property
     def last_section(self) -> int:
         """Heads of the last section."""
-        return (self.blocks // self.n_tiles - 1) % self.section + 1
+        return (self.work_tiles // self.n_tiles - 1) % self.section + 1
 
 
 def backward_grid(
@@ -115,7 +118,7 @@ def backward_grid(
     multiprocessors: int,
     deterministic: bool,
 ) -> BackwardGrid:
-    """Thread blocks of a backward call, in the order in which they start.
+    """Work of a backward call, in the order in which it is begun.
 
     A section is as many heads as have their Q, dO and sums of dQ in the L2 cache together. Without a mask all tiles are
     alike, and one head at a time keeps these the longest; but where tiles of the Ampere-style kernel add in turns,
@@ -144,13 +147,15 @@ def backward_grid(
     elif deterministic or problem.mask == "causal":
         row_bytes = 2 * (problem.head_dim + problem.head_dim_v) + 4 * problem.head_dim
         section = max(1, L2_SECTION_BYTES // (group * seqlen_q * row_bytes))
-    return BackwardGrid(m_tiles, n_tiles, min(section, heads), n_tiles * heads, turn_group, turn_shift, shares)
+    work_tiles = n_tiles * heads
+    blocks = work_tiles if isinstance(config, BackwardConfig) else min(work_tiles, multiprocessors)
+    return BackwardGrid(m_tiles, n_tiles, min(section, heads), work_tiles, blocks, turn_group, turn_shift, shares)
 
 
-def _shares(group: int, blocks: int, multiprocessors: int) -> int:
-    """Blocks for the query heads of a key/value head: the fewest, alike, that make waves enough to end together."""
+def _shares(group: int, tiles: int, multiprocessors: int) -> int:
+    """Of the query heads of a key/value head: the fewest, alike, that make tiles enough for blocks to end together."""
     divisors = (n for n in range(1, group + 1) if group % n == 0)
-    return next((n for n in divisors if n * blocks >= FEWEST_WAVES * multiprocessors), group)
+    return next((n for n in divisors if n * tiles >= FEWEST_WAVES * multiprocessors), group)
 
 
 def _turns(m_tiles: int, n_tiles: int, heads: int, multiprocessors: int) -> tuple[int, int] | None:

@@ -1,8 +1,8 @@
 """Launch plans of the backward pass: three kernels, and the workspace between them.
 
 The first kernel computes the constants of the query rows, LSE * log2(e) and delta = rowsum(dO * O) - dLSE, and clears
-the sums of dQ. The second, with a thread block for each tile of keys, computes dK and dV and adds its share of dQ to
-the sums. The third converts these. The workspace is an array of the caller's kind: it comes from the same pool as the
+the sums of dQ. The second, tile of keys by tile of keys, computes dK and dV and adds the tile's share of dQ to the
+sums. The third converts these. The workspace is an array of the caller's kind: it comes from the same pool as the
 results, which gives it out again in stream order.
 """
 
@@ -24,8 +24,10 @@ if TYPE_CHECKING:
 
 ROW_TILE = 32
 """Rows of a thread block of the first kernel; query tiles are multiples."""
-COUNTS = 2
-"""Of a key tile that blocks share, one for each consumer."""
+TAKEN = 1
+"""Count of the key tiles that blocks of a Hopper kernel have taken."""
+JOINED = 2
+"""Counts of a key tile that others share, one for each consumer."""
 WORKSPACE_ALIGN = 16
 MAX_BLOCKS = 2**31 - 1
 
@@ -44,7 +46,8 @@ _pack_dq = BACKWARD_DQ.launch_block.pack_into
 class Workspace(NamedTuple):
     """Where what the kernels share lies: offsets in bytes from a multiple of `WORKSPACE_ALIGN`.
 
-    ``turns`` is None where dQ may be summed in any order, ``counts`` and ``kv_sums`` where no blocks share dK and dV.
+    ``turns`` is None where dQ may be summed in any order, ``kv_sums`` where no tiles share dK and dV, ``counts`` where
+    nothing is counted.
     """
 
     rows: int
@@ -55,16 +58,20 @@ class Workspace(NamedTuple):
 
     @classmethod
     def of(
-        cls, padded_rows: int, head_dim: int, deterministic: bool, shared_tiles: int = 0, tile_sums: int = 0
+        cls, padded_rows: int, head_dim: int, deterministic: bool, counts: int = 0, kv_sums: int = 0
     ) -> Workspace:
-        """For the query rows of all heads, each padded to whole query tiles, and key tiles that blocks share."""
+        """For the query rows of all heads, each padded to whole query tiles; counts, and sums of dK and dV."""
         rows = padded_rows * -(-head_dim // 16) * 16 * 4
         turns = rows + padded_rows * 8
-        kv_sums = -(-(turns + padded_rows // ROW_TILE * 4 * deterministic) // WORKSPACE_ALIGN) * WORKSPACE_ALIGN
-        counts = kv_sums + shared_tiles * tile_sums * 4
-        if not shared_tiles:
-            return cls(rows, turns if deterministic else None, None, None, kv_sums)
-        return cls(rows, turns if deterministic else None, kv_sums, counts, counts + shared_tiles * COUNTS * 4)
+        sums = -(-(turns + padded_rows // ROW_TILE * 4 * deterministic) // WORKSPACE_ALIGN) * WORKSPACE_ALIGN
+        counted = sums + kv_sums * 4
+        return cls(
+            rows,
+            turns=turns if deterministic else None,
+            kv_sums=sums if kv_sums else None,
+            counts=counted if counts else None,
+            size=counted + counts * 4,
+        )
 
     @property
     def floats(self) -> int:
@@ -208,7 +215,7 @@ def plan_with(
     grid = backward_grid(main.problem, config, jit.sizes_of(forward), multiprocessors, request.deterministic)
     row_tiles = grid.m_tiles * config.block_m // ROW_TILE
     blocks_first = forward.batch * forward.heads * row_tiles
-    if max(blocks_first, grid.blocks) > MAX_BLOCKS:
+    if max(blocks_first, grid.work_tiles) > MAX_BLOCKS:
         raise UnsupportedError(
             f"q and k have {forward.batch} * {forward.heads} heads and lengths {forward.seqlen_q} and "
             f"{forward.seqlen_k}; the kernels of attention_backward take up to {MAX_BLOCKS} tiles of 32 queries and "
@@ -219,20 +226,21 @@ def plan_with(
         "heads": fast_div(forward.heads),
         "row_tiles": fast_div(row_tiles),
     }
-    shared_tiles = grid.blocks // grid.shares if grid.shares > 1 else 0
-    counted = {"counted": shared_tiles * COUNTS}
+    counts = kv_sums = 0
+    if not isinstance(config, BackwardConfig):
+        shared_tiles = grid.work_tiles // grid.shares if grid.shares > 1 else 0
+        counts, kv_sums = TAKEN + shared_tiles * JOINED, shared_tiles * config.kv_sums(main.problem)
     launches = (
         Launch(
             first,
             blocks_first,
-            BACKWARD_ROWS.pack_tail(common | counted | _strides(request, "dout", "out", "lse", "dlse")),
+            BACKWARD_ROWS.pack_tail(common | {"counted": counts} | _strides(request, "dout", "out", "lse", "dlse")),
         ),
         Launch(main, grid.blocks, _main_tail(request, config, grid)),
         _last_launch(request, last, blocks_first * (ROW_TILE // 16), common),
     )
-    tile_sums = 0 if isinstance(config, BackwardConfig) else config.kv_sums(main.problem)
     padded_rows = blocks_first * ROW_TILE
-    workspace = Workspace.of(padded_rows, forward.head_dim, request.deterministic, shared_tiles, tile_sums)
+    workspace = Workspace.of(padded_rows, forward.head_dim, request.deterministic, counts, kv_sums)
     return BackwardPlan(request, launches, workspace, _geometry(request, config))
 
 
@@ -246,7 +254,8 @@ def _main_tail(request: BackwardRequest, config: MainConfig, grid: BackwardGrid)
     if isinstance(config, BackwardConfig):
         return BACKWARD_SM80.pack_tail(values | _strides(request, "dout", "q", "k", "v", "dk", "dv"))
     turns = {"turn_group": fast_div(grid.turn_group), "turn_shift": grid.turn_shift}
-    return BACKWARD_SM90.pack_tail(values | turns | {"shares": fast_div(grid.shares)})
+    work = {"work_tiles": grid.work_tiles, "shares": fast_div(grid.shares)}
+    return BACKWARD_SM90.pack_tail(values | turns | work)
 
 
 def _geometry(request: BackwardRequest, config: MainConfig) -> tuple[TensorGeometry, ...]:

@@ -3,13 +3,6 @@
 #pragma once
 #include "device/ptx.cuh"
 
-// Read anew where it is used, as thread_index is.
-DEVICE int block_index() {
-    int b;
-    asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(b));
-    return b;
-}
-
 // ---- tensor maps (the driver's opaque descriptor, in the kernel's parameters)
 
 struct alignas(64) TensorMap { unsigned char bytes[128]; };
@@ -101,6 +94,11 @@ DEVICE void st_shared_v4(u32 address, int a, int b, int c, int d) {
 }
 DEVICE void ld_shared_v4(u32 address, int& a, int& b, int& c, int& d) {
     asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(a), "=r"(b), "=r"(c), "=r"(d) : "r"(address) : "memory");
+}
+DEVICE int ld_shared_s32(u32 address) {
+    int x;
+    asm volatile("ld.shared.b32 %0, [%1];" : "=r"(x) : "r"(address) : "memory");
+    return x;
 }
 DEVICE void st_shared_f32x4(u32 address, const float* x) {
     asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" :: "r"(address), "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3]) : "memory");

@@ -121,15 +121,16 @@ def run_main(launch: Launch) -> None:
 
 
 def _shares(launch: Launch) -> int:
-    """Blocks that have some query heads each of a key tile; their counts are clear, and their sums are there."""
+    """Tiles that have some query heads each of the same keys; all counts are clear, and their sums are there."""
     p, config = launch.params, launch.loaded.config
     if not isinstance(config, HopperConfig):
         return 1
     shares: int = p["shares"][2]
-    assert bool(p["counts"]) == bool(p["kv_sums"]) == (shares > 1)
+    tiles = p["batch_heads"] // shares * p["n_tiles"] if shares > 1 else 0
+    counts = _view(p["counts"], (1 + 2 * tiles,), (4,), np.int32)
+    assert not counts.any() and bool(p["kv_sums"]) == (shares > 1) and p["kv_sums"] % 16 == 0
+    counts[0] = p["work_tiles"] + launch.grid[0]  # each block learns once that there are no more
     if shares > 1:
-        tiles = p["batch_heads"] // shares * p["n_tiles"]
-        assert not _view(p["counts"], (2 * tiles,), (4,), np.int32).any() and p["kv_sums"] % 16 == 0
         sums = _view(p["kv_sums"], (tiles * config.kv_sums(launch.loaded.problem),), (4,), np.float32)
         sums[...] = np.nan
     return shares
@@ -139,9 +140,11 @@ def _check_order(launch: Launch, heads: int) -> None:
     """Every key tile of every head is somebody's, by the kernel's own arithmetic."""
     p = launch.params
     section_tiles, section, last_section = (p[name][2] for name in ("section_tiles", "section", "last_section"))
-    assert section_tiles == section * p["n_tiles"] and launch.grid == (heads * p["n_tiles"], 1, 1)
+    tiles, blocks = heads * p["n_tiles"], launch.grid[0]
+    assert section_tiles == section * p["n_tiles"] and launch.grid[1:] == (1, 1)
+    assert p.get("work_tiles", blocks) == tiles >= blocks
     seen = set()
-    for index in range(launch.grid[0]):
+    for index in range(tiles):
         first, within = index // section_tiles * section, index % section_tiles
         row, column = divmod(within, section if first + section <= heads else last_section)
         seen.add((first + column, row))

@@ -217,9 +217,11 @@ def test_the_workspace_keeps_its_bound(deterministic: bool) -> None:
     sums = 64 * 32 * 112 * 4
     assert layout.rows == sums and layout.size == sums + 64 * 32 * 8 + (64 * 4 if deterministic else 0)
     assert (layout.turns is None) != deterministic and layout.counts is layout.kv_sums is None
-    shared = Workspace.of(64 * 32, 100, deterministic, shared_tiles=5, tile_sums=128 * (112 + 64))
+    counted = Workspace.of(64 * 32, 100, deterministic, counts=1)
+    assert counted.counts == layout.size and counted.size == layout.size + 4 and counted.kv_sums is None
+    shared = Workspace.of(64 * 32, 100, deterministic, counts=1 + 5 * 2, kv_sums=5 * 128 * (112 + 64))
     assert shared.kv_sums == layout.size and shared.counts == layout.size + 5 * 128 * (112 + 64) * 4
-    assert shared.size == shared.counts + 5 * 2 * 4
+    assert shared.size == shared.counts + 11 * 4
     assert layout.floats * 4 >= layout.size + backward_plan.WORKSPACE_ALIGN - 4
 
 
