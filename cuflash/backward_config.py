@@ -14,6 +14,8 @@ ROW_CONSTANT_BYTES = 8
 """LSE and delta of a query row."""
 WORK_STAGES = 2
 """Numbers of work tiles in the shared memory of a Hopper kernel: this one's and the next."""
+ZERO_BYTES = 4096
+"""Zeros in the shared memory of a Hopper kernel, from which sums of dQ are cleared."""
 OWN_BARRIERS = 2
 """mbarriers of a Hopper kernel that its first warpgroup has for itself."""
 
@@ -183,6 +185,7 @@ class BackwardSm90Config(KernelConfig):
             *((f"ds{i}", self.block_m * self.block_n * ELEMENT_BYTES) for i in range(self.ds_buffers)),
             *((f"dq{i}_and_dk{i}", dq) for i in range(self.consumers)),
             *((f"rows{i}", self.block_m * ROW_CONSTANT_BYTES) for i in range(self.q_stages)),
+            ("zeros", ZERO_BYTES),
             ("work", 4 * WORK_STAGES),
             ("barriers", 8 * (barriers + OWN_BARRIERS)),
         ]
@@ -232,8 +235,8 @@ class BackwardWideConfig(KernelConfig):
     def smem_sizes(self, problem: AttentionProblem) -> Sequence[tuple[str, int]]:
         """K and V (later dK and dV), every stage's Q and dO, P^T and dS^T, row constants, mbarriers."""
         pitch_k, pitch_v = pitches(problem)
-        # Numbers of work tiles, each stage of Q and dO, P^T and dS^T: a pair; K four, V three.
-        barriers = 2 * (WORK_STAGES + 2 * self.stages + 2) + 4 + 3
+        # Numbers of work tiles, each stage of Q and dO, P^T and dS^T: a pair; K four, V three, sums of dQ one.
+        barriers = 2 * (WORK_STAGES + 2 * self.stages + 2) + 4 + 3 + 1
         return [
             ("k_and_dk", self.block_n * pitch_k),
             ("v_and_dv", self.block_n * pitch_v),
@@ -241,6 +244,7 @@ class BackwardWideConfig(KernelConfig):
             *((f"dout{i}", self.block_m * pitch_v) for i in range(self.stages)),
             *((name, self.block_m * self.block_n * ELEMENT_BYTES) for name in ("p", "ds")),
             *((f"rows{i}", self.block_m * ROW_CONSTANT_BYTES) for i in range(self.stages)),
+            ("zeros", ZERO_BYTES),
             ("work", 4 * WORK_STAGES),
             ("barriers", 8 * (barriers + OWN_BARRIERS)),
         ]

@@ -44,6 +44,9 @@ FAMILIES = {
 HOPPER = ("backward_sm90", "backward_sm90_wide")
 """What loads by TMA; the head dims decide between them."""
 
+CLEARED_AHEAD = 2
+"""Key tiles for each multiprocessor that are begun between the clearing of a sum of dQ and the first addition to it."""
+
 FEWEST_WAVES = 2
 """Key tiles for each multiprocessor below which tiles share the query heads of a key/value head."""
 
@@ -87,7 +90,9 @@ class BackwardGrid(NamedTuple):
     key tiles of all of them first: under a causal mask these are the longest. Each is a thread block of the
     Ampere-style kernel; the ``blocks`` of a Hopper kernel, one for each multiprocessor, take one after the other. Where
     there are few key tiles, ``shares`` tiles of a Hopper kernel have some of the query heads of a key/value head each,
-    and count as so many heads; they add up dK and dV one after the other.
+    and count as so many heads; they add up dK and dV one after the other. The sums of dQ of the first
+    ``cleared_heads``, whole sections, are clear when a Hopper kernel begins; it clears those of a head while it works
+    on the tiles of the head so many before.
 
     With a ``turn_shift``, tiles of Hopper kernels that add to sums of dQ in turns follow each other through the query
     tiles: of ``turn_group`` neighbours each starts that many query tiles after the one before it (Qiang et al., DASH:
@@ -104,6 +109,7 @@ class BackwardGrid(NamedTuple):
     turn_group: int
     turn_shift: int
     shares: int
+    cleared_heads: int
 
     @property
     def last_section(self) -> int:
@@ -147,9 +153,12 @@ def backward_grid(
     elif deterministic or problem.mask == "causal":
         row_bytes = 2 * (problem.head_dim + problem.head_dim_v) + 4 * problem.head_dim
         section = max(1, L2_SECTION_BYTES // (group * seqlen_q * row_bytes))
-    work_tiles = n_tiles * heads
-    blocks = work_tiles if isinstance(config, BackwardConfig) else min(work_tiles, multiprocessors)
-    return BackwardGrid(m_tiles, n_tiles, min(section, heads), work_tiles, blocks, turn_group, turn_shift, shares)
+    work_tiles, section = n_tiles * heads, min(section, heads)
+    blocks, cleared_heads = work_tiles, heads
+    if not isinstance(config, BackwardConfig):
+        blocks = min(work_tiles, multiprocessors)
+        cleared_heads = min(heads, section * -(-CLEARED_AHEAD * multiprocessors // (section * n_tiles)))
+    return BackwardGrid(m_tiles, n_tiles, section, work_tiles, blocks, turn_group, turn_shift, shares, cleared_heads)
 
 
 def _shares(group: int, tiles: int, multiprocessors: int) -> int:

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
 ROW_TILE = 32
 """Rows of a thread block of the first kernel; query tiles are multiples."""
-TAKEN = 1
-"""Count of the key tiles that blocks of a Hopper kernel have taken."""
 JOINED = 2
 """Counts of a key tile that others share, one for each consumer."""
 WORKSPACE_ALIGN = 16
@@ -57,9 +55,7 @@ class Workspace(NamedTuple):
     size: int
 
     @classmethod
-    def of(
-        cls, padded_rows: int, head_dim: int, deterministic: bool, counts: int = 0, kv_sums: int = 0
-    ) -> Workspace:
+    def of(cls, padded_rows: int, head_dim: int, deterministic: bool, counts: int = 0, kv_sums: int = 0) -> Workspace:
         """For the query rows of all heads, each padded to whole query tiles; counts, and sums of dK and dV."""
         rows = padded_rows * -(-head_dim // 16) * 16 * 4
         turns = rows + padded_rows * 8
@@ -80,11 +76,12 @@ class Workspace(NamedTuple):
 
 
 class Launch:
-    """A kernel, its grid, and its packed parameters behind the pointers."""
+    """A kernel, its grid, and its packed parameters behind the pointers; ``early``: it waits for the one before itself."""
 
-    __slots__ = ("_arguments", "blocks", "loaded", "tail")
+    __slots__ = ("_arguments", "_launch", "blocks", "loaded", "tail")
 
-    def __init__(self, loaded: LoadedKernel, blocks: int, tail: bytes) -> None:
+    def __init__(self, loaded: LoadedKernel, blocks: int, tail: bytes, early: bool = False) -> None:
+        self._launch = driver.launch_early if early else driver.launch
         self.loaded = loaded
         self.blocks = blocks
         self.tail = tail
@@ -92,7 +89,7 @@ class Launch:
         self._arguments = loaded.kernel.handle, (blocks, 1, 1), (loaded.config.threads, 1, 1), smem_bytes
 
     def start(self, stream: int, params_address: int) -> None:
-        driver.launch(*self._arguments, stream, params_address)
+        self._launch(*self._arguments, stream, params_address)
 
 
 class BackwardPlan:
@@ -228,25 +225,40 @@ def plan_with(
     }
     counts = kv_sums = 0
     if not isinstance(config, BackwardConfig):
-        shared_tiles = grid.work_tiles // grid.shares if grid.shares > 1 else 0
-        counts, kv_sums = TAKEN + shared_tiles * JOINED, shared_tiles * config.kv_sums(main.problem)
+        counts = _first_cleared(grid) + grid.work_tiles // grid.n_tiles
+        kv_sums = _shared_tiles(grid) * config.kv_sums(main.problem)
+    early = not isinstance(config, BackwardConfig)
+    of_a_head = row_tiles * forward.heads // (forward.heads_k * grid.shares)
+    cleared = {"counted": counts, "cleared_tiles": grid.cleared_heads * of_a_head}
     launches = (
         Launch(
             first,
             blocks_first,
-            BACKWARD_ROWS.pack_tail(common | {"counted": counts} | _strides(request, "dout", "out", "lse", "dlse")),
+            BACKWARD_ROWS.pack_tail(common | cleared | _strides(request, "dout", "out", "lse", "dlse")),
         ),
-        Launch(main, grid.blocks, _main_tail(request, config, grid)),
-        _last_launch(request, last, blocks_first * (ROW_TILE // 16), common),
+        Launch(main, grid.blocks, _main_tail(request, config, grid), early),
+        _last_launch(request, last, blocks_first * (ROW_TILE // 16), common, early),
     )
     padded_rows = blocks_first * ROW_TILE
     workspace = Workspace.of(padded_rows, forward.head_dim, request.deterministic, counts, kv_sums)
     return BackwardPlan(request, launches, workspace, _geometry(request, config))
 
 
-def _last_launch(request: BackwardRequest, last: LoadedKernel, row_blocks: int, common: dict[str, Any]) -> Launch:
+def _shared_tiles(grid: BackwardGrid) -> int:
+    """Key tiles that several work tiles share."""
+    return grid.work_tiles // grid.shares if grid.shares > 1 else 0
+
+
+def _first_cleared(grid: BackwardGrid) -> int:
+    """Place of a head's count among the counts: behind the one of tiles taken, and those of shares joined."""
+    return 1 + JOINED * _shared_tiles(grid)
+
+
+def _last_launch(
+    request: BackwardRequest, last: LoadedKernel, row_blocks: int, common: dict[str, Any], early: bool
+) -> Launch:
     values = common | {"row_blocks": row_blocks, "scale": request.forward.scale} | _strides(request, "dq")
-    return Launch(last, -(-row_blocks // (last.config.threads // 32)), BACKWARD_DQ.pack_tail(values))
+    return Launch(last, -(-row_blocks // (last.config.threads // 32)), BACKWARD_DQ.pack_tail(values), early)
 
 
 def _main_tail(request: BackwardRequest, config: MainConfig, grid: BackwardGrid) -> bytes:
@@ -254,7 +266,12 @@ def _main_tail(request: BackwardRequest, config: MainConfig, grid: BackwardGrid)
     if isinstance(config, BackwardConfig):
         return BACKWARD_SM80.pack_tail(values | _strides(request, "dout", "q", "k", "v", "dk", "dv"))
     turns = {"turn_group": fast_div(grid.turn_group), "turn_shift": grid.turn_shift}
-    work = {"work_tiles": grid.work_tiles, "shares": fast_div(grid.shares)}
+    work = {
+        "work_tiles": grid.work_tiles,
+        "cleared_heads": grid.cleared_heads,
+        "first_cleared": _first_cleared(grid),
+        "shares": fast_div(grid.shares),
+    }
     return BACKWARD_SM90.pack_tail(values | turns | work)
 
 

@@ -396,6 +396,14 @@ def launch_early(
 
     Takes a device of compute capability 9.0 or later (programmatic dependent launch).
     """
+    result = _cu.cuLaunchKernelEx(_early_config(grid, block, smem_bytes, stream), handle, params_address, 0)
+    if result[0]:
+        check(result)
+
+
+@functools.lru_cache(256)
+def _early_config(grid: tuple[int, int, int], block: tuple[int, int, int], smem_bytes: int, stream: int) -> Any:
+    """Never changed once it is made: threads share it."""
     config = _cu.CUlaunchConfig()
     config.gridDimX, config.gridDimY, config.gridDimZ = grid
     config.blockDimX, config.blockDimY, config.blockDimZ = block
@@ -403,9 +411,7 @@ def launch_early(
     config.hStream = stream
     config.attrs = [_early_attribute()]
     config.numAttrs = 1
-    result = _cu.cuLaunchKernelEx(config, handle, params_address, 0)
-    if result[0]:
-        check(result)
+    return config
 
 
 @functools.cache

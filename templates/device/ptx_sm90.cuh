@@ -68,10 +68,13 @@ DEVICE void tma_store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: 
 template <int kPending = 0>
 DEVICE void tma_store_wait_read() { asm volatile("cp.async.bulk.wait_group.read %0;" :: "n"(kPending) : "memory"); }   // the source may be overwritten
 DEVICE void tma_store_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
-// Plain pieces of memory, of a multiple of 16 bytes (9.7.9.25.4: cp.async.bulk; the adding form is committed and waited for as a store).
+// Plain pieces of memory, of a multiple of 16 bytes (9.7.9.25.4: cp.async.bulk; stores and additions are committed and waited for as a tensor's).
 DEVICE void bulk_load(u32 dst, const void* src, int bytes, u32 bar) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
                  :: "r"(dst), "l"(src), "r"(bytes), "r"(bar) : "memory");
+}
+DEVICE void bulk_store(void* to, u32 src, int bytes) {
+    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" :: "l"(to), "r"(src), "r"(bytes) : "memory");
 }
 DEVICE void bulk_add_f32(float* to, u32 src, int bytes) {
     asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" :: "l"(to), "r"(src), "r"(bytes) : "memory");

@@ -85,7 +85,8 @@ def run_rows(launch: Launch) -> None:
     live = ~np.isneginf(lse)
     made = np.where(live, lse * LOG2_E, np.inf), np.where(live, delta, 0)
     rows[:, : shape[2]] = np.stack(made, axis=-1).reshape(batch_heads, shape[2], 2)
-    sums[...] = 0
+    sums[...] = np.nan
+    sums.reshape(-1, ROW_TILE, sums.shape[2])[: p["cleared_tiles"]] = 0
     if p["turns"]:
         _view(p["turns"], (launch.grid[0],), (4,), np.int32)[...] = 0
     if p["counted"]:
@@ -105,6 +106,9 @@ def run_main(launch: Launch) -> None:
     k, v = (_tensor(launch, name, batch, nk, heads).astype(np.float64) for name in ("k", "v"))
     dk, dv = (_tensor(launch, name, batch, nk, heads) for name in ("dk", "dv"))
     rows, sums = _workspace(launch, batch * p["heads_q"], p["m_tiles"] * config.block_m)
+    cleared = p.get("cleared_heads", p["batch_heads"]) * p["group"]
+    assert not sums[:cleared].any() and np.isnan(sums[cleared:]).all()
+    sums[cleared:] = 0
     hidden = np.arange(nk) > np.arange(nq)[:, None] + p["causal_offset"]
     for b, h in np.ndindex(batch, heads):
         total_k, total_v = np.zeros(k.shape[2:]), np.zeros(v.shape[2:])
@@ -127,7 +131,8 @@ def _shares(launch: Launch) -> int:
         return 1
     shares: int = p["shares"][2]
     tiles = p["batch_heads"] // shares * p["n_tiles"] if shares > 1 else 0
-    counts = _view(p["counts"], (1 + 2 * tiles,), (4,), np.int32)
+    assert p["first_cleared"] == 1 + 2 * tiles
+    counts = _view(p["counts"], (p["first_cleared"] + p["batch_heads"],), (4,), np.int32)
     assert not counts.any() and bool(p["kv_sums"]) == (shares > 1) and p["kv_sums"] % 16 == 0
     counts[0] = p["work_tiles"] + launch.grid[0]  # each block learns once that there are no more
     if shares > 1:
