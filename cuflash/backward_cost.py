@@ -47,6 +47,8 @@ class BackwardSchedule:
         Query rows of all heads, each padded to whole tiles.
     row_sums_bytes : int
         A row's sums of dQ.
+    cleared_rows : int
+        Of the padded rows, those whose sums the first kernel clears.
     """
 
     block_n: int
@@ -55,6 +57,7 @@ class BackwardSchedule:
     l2_bytes: int
     padded_rows: int
     row_sums_bytes: int
+    cleared_rows: int
 
 
 class BackwardBytes(NamedTuple):
@@ -70,23 +73,25 @@ def backward_bytes(shape: Shape, schedule: BackwardSchedule) -> BackwardBytes:
 
     With R query rows of all heads and P of them padded to tiles, itemsize left out::
 
-        first:  dO, O, LSE read; row constants, cleared sums written    2 R Dv + 4 R; 8 P + sums
+        first:  dO, O, LSE read; row constants, cleared sums written    2 R Dv + 4 R; 8 P + sums of cleared rows
         main:   K, V read, dK, dV written                               2 B Hk Nk (D + Dv)
                 Q, dO, row constants read, sums read and written        times (Q + dO + 8 + 2 sums) of the rows seen
         last:   sums, row constants read, dQ written                    sums + 8 P; R D
 
     ``times``: the heads of a section run side by side, so that all their key tiles see the same rows. If these fit the
     L2 together, they pass once; else once for each wave of key tiles, the first keys of which are seen by the most
-    rows, and rows that see no key of a wave are left out. A lower bound, as that of the forward pass; but what a small
-    call leaves in the L2 for its next kernel is not deducted.
+    rows, and rows that see no key of a wave are left out. Sums that the main kernel clears itself stay in the L2 until
+    it adds to them. A lower bound, as that of the forward pass; but what a small call leaves in the L2 for its next
+    kernel is not deducted.
     """
     rows = shape.batch * shape.heads * shape.seqlen_q
     keys = shape.batch * shape.kv_heads * shape.seqlen_k
     sums, constants = schedule.padded_rows * schedule.row_sums_bytes, schedule.padded_rows * ROW_CONSTANT_BYTES
+    cleared = schedule.cleared_rows * schedule.row_sums_bytes
     dims = (shape.head_dim + shape.head_dim_v) * shape.itemsize
     per_row = dims + ROW_CONSTANT_BYTES + 2 * schedule.row_sums_bytes
     return BackwardBytes(
-        rows=rows * (2 * shape.head_dim_v * shape.itemsize + LSE_BYTES) + constants + sums,
+        rows=rows * (2 * shape.head_dim_v * shape.itemsize + LSE_BYTES) + constants + cleared,
         main=2 * keys * dims + shape.batch * shape.heads * _rows_passing(shape, schedule) * per_row,
         dq=sums + constants + rows * shape.head_dim * shape.itemsize,
     )

@@ -129,6 +129,7 @@ class BackwardCall:
             l2_bytes=device.l2_bytes,
             padded_rows=padded_rows,
             row_sums_bytes=plan.workspace.rows // padded_rows,
+            cleared_rows=padded_rows * grid.cleared_heads // (grid.work_tiles // grid.n_tiles),
         )
 
 

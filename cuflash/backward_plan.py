@@ -76,7 +76,10 @@ class Workspace(NamedTuple):
 
 
 class Launch:
-    """A kernel, its grid, and its packed parameters behind the pointers; ``early``: it waits for the one before itself."""
+    """A kernel, its grid, and its packed parameters behind the pointers.
+
+    With ``early`` it may begin before the one in front of it has ended, for whose results it waits itself.
+    """
 
     __slots__ = ("_arguments", "_launch", "blocks", "loaded", "tail")
 

@@ -69,6 +69,7 @@ schedules = st.builds(
     l2_bytes=st.sampled_from([-1, GIB]),
     padded_rows=st.integers(1, 1000),
     row_sums_bytes=st.just(64),
+    cleared_rows=st.integers(0, 1000),
 )
 
 
@@ -80,7 +81,7 @@ def test_traffic(shape, schedule):
     kv_heads = shape.batch * shape.kv_heads
     sums = 64 * schedule.padded_rows
     found = backward_bytes(shape, schedule)
-    assert found.rows == rows * (2 * 2 * shape.head_dim_v + 4) + 8 * schedule.padded_rows + sums
+    assert found.rows == rows * (2 * 2 * shape.head_dim_v + 4) + 8 * schedule.padded_rows + 64 * schedule.cleared_rows
     assert found.dq == sums + 8 * schedule.padded_rows + 2 * rows * shape.head_dim
     waves = [list(range(shape.seqlen_k))]
     if schedule.l2_bytes < 0:
@@ -95,7 +96,7 @@ def test_traffic(shape, schedule):
 def test_an_l2_that_holds_one_section_less_a_byte_is_too_small():
     """Two key/value heads side by side, of two query heads each."""
     shape = Shape(1, 8, 4, 512, 1024, 64, 64)
-    schedule = BackwardSchedule(64, 2, 4, 2 * 2 * 512 * (256 + 8 + 256), 8 * 512, 256)
+    schedule = BackwardSchedule(64, 2, 4, 2 * 2 * 512 * (256 + 8 + 256), 8 * 512, 256, 8 * 512)
     fits = backward_bytes(shape, schedule).main
     misses = backward_bytes(shape, dataclasses.replace(schedule, l2_bytes=schedule.l2_bytes - 1)).main
     assert misses - fits == 7 * 8 * 512 * (256 + 8 + 512)  # 16 key tiles in waves of 2: eight times instead of once
