@@ -47,6 +47,9 @@ HOPPER = ("backward_sm90", "backward_sm90_wide")
 CLEARED_AHEAD = 2
 """Key tiles for each multiprocessor that are begun between the clearing of a sum of dQ and the first addition to it."""
 
+FEWEST_IN_TURN = 32
+"""Heads side by side where Hopper's tiles add in turns under a causal mask, as far as four times the L2 cache goes."""
+
 FEWEST_WAVES = 2
 """Key tiles for each multiprocessor below which tiles share the query heads of a key/value head."""
 
@@ -128,7 +131,8 @@ def backward_grid(
 
     A section is as many heads as have their Q, dO and sums of dQ in the L2 cache together. Without a mask all tiles are
     alike, and one head at a time keeps these the longest; but where tiles of the Ampere-style kernel add in turns,
-    those of many heads side by side wait for each other less. Groups of blocks that wait for each other run together.
+    those of many heads side by side wait for each other less; so do those of the Hopper kernels under a causal mask,
+    which leave each other time in the order of their start. Groups of tiles that wait for each other run together.
 
     Parameters
     ----------
@@ -153,6 +157,8 @@ def backward_grid(
     elif deterministic or problem.mask == "causal":
         row_bytes = 2 * (problem.head_dim + problem.head_dim_v) + 4 * problem.head_dim
         section = max(1, L2_SECTION_BYTES // (group * seqlen_q * row_bytes))
+        if deterministic and problem.mask == "causal" and not isinstance(config, BackwardConfig):
+            section = max(section, min(4 * section, FEWEST_IN_TURN))
     work_tiles, section = n_tiles * heads, min(section, heads)
     blocks, cleared_heads = work_tiles, heads
     if not isinstance(config, BackwardConfig):

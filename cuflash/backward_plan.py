@@ -76,15 +76,11 @@ class Workspace(NamedTuple):
 
 
 class Launch:
-    """A kernel, its grid, and its packed parameters behind the pointers.
+    """A kernel, its grid, and its packed parameters behind the pointers."""
 
-    With ``early`` it may begin before the one in front of it has ended, for whose results it waits itself.
-    """
+    __slots__ = ("_arguments", "blocks", "loaded", "tail")
 
-    __slots__ = ("_arguments", "_launch", "blocks", "loaded", "tail")
-
-    def __init__(self, loaded: LoadedKernel, blocks: int, tail: bytes, early: bool = False) -> None:
-        self._launch = driver.launch_early if early else driver.launch
+    def __init__(self, loaded: LoadedKernel, blocks: int, tail: bytes) -> None:
         self.loaded = loaded
         self.blocks = blocks
         self.tail = tail
@@ -92,7 +88,7 @@ class Launch:
         self._arguments = loaded.kernel.handle, (blocks, 1, 1), (loaded.config.threads, 1, 1), smem_bytes
 
     def start(self, stream: int, params_address: int) -> None:
-        self._launch(*self._arguments, stream, params_address)
+        driver.launch(*self._arguments, stream, params_address)
 
 
 class BackwardPlan:
@@ -230,7 +226,6 @@ def plan_with(
     if not isinstance(config, BackwardConfig):
         counts = _first_cleared(grid) + grid.work_tiles // grid.n_tiles
         kv_sums = _shared_tiles(grid) * config.kv_sums(main.problem)
-    early = not isinstance(config, BackwardConfig)
     of_a_head = row_tiles * forward.heads // (forward.heads_k * grid.shares)
     cleared = {"counted": counts, "cleared_tiles": grid.cleared_heads * of_a_head}
     launches = (
@@ -239,8 +234,8 @@ def plan_with(
             blocks_first,
             BACKWARD_ROWS.pack_tail(common | cleared | _strides(request, "dout", "out", "lse", "dlse")),
         ),
-        Launch(main, grid.blocks, _main_tail(request, config, grid), early),
-        _last_launch(request, last, blocks_first * (ROW_TILE // 16), common, early),
+        Launch(main, grid.blocks, _main_tail(request, config, grid)),
+        _last_launch(request, last, blocks_first * (ROW_TILE // 16), common),
     )
     padded_rows = blocks_first * ROW_TILE
     workspace = Workspace.of(padded_rows, forward.head_dim, request.deterministic, counts, kv_sums)
@@ -257,11 +252,9 @@ def _first_cleared(grid: BackwardGrid) -> int:
     return 1 + JOINED * _shared_tiles(grid)
 
 
-def _last_launch(
-    request: BackwardRequest, last: LoadedKernel, row_blocks: int, common: dict[str, Any], early: bool
-) -> Launch:
+def _last_launch(request: BackwardRequest, last: LoadedKernel, row_blocks: int, common: dict[str, Any]) -> Launch:
     values = common | {"row_blocks": row_blocks, "scale": request.forward.scale} | _strides(request, "dq")
-    return Launch(last, -(-row_blocks // (last.config.threads // 32)), BACKWARD_DQ.pack_tail(values), early)
+    return Launch(last, -(-row_blocks // (last.config.threads // 32)), BACKWARD_DQ.pack_tail(values))
 
 
 def _main_tail(request: BackwardRequest, config: MainConfig, grid: BackwardGrid) -> bytes:
