@@ -233,7 +233,7 @@ class BackwardWideConfig(KernelConfig):
         return self.block_n * (round_up(problem.head_dim, PITCH_STEP) + round_up(problem.head_dim_v, PITCH_STEP))
 
     def smem_sizes(self, problem: AttentionProblem) -> Sequence[tuple[str, int]]:
-        """K and V (later dK and dV), every stage's Q and dO, P^T and dS^T, row constants, mbarriers."""
+        """K and V (later dK and dV), every stage's Q and dO, P^T in float32, dS^T, row constants, mbarriers."""
         pitch_k, pitch_v = pitches(problem)
         # Numbers of work tiles, each stage of Q and dO, P^T and dS^T: a pair; K four, V three, sums of dQ one.
         barriers = 2 * (WORK_STAGES + 2 * self.stages + 2) + 4 + 3 + 1
@@ -242,7 +242,8 @@ class BackwardWideConfig(KernelConfig):
             ("v_and_dv", self.block_n * pitch_v),
             *((f"q{i}", self.block_m * pitch_k) for i in range(self.stages)),
             *((f"dout{i}", self.block_m * pitch_v) for i in range(self.stages)),
-            *((name, self.block_m * self.block_n * ELEMENT_BYTES) for name in ("p", "ds")),
+            ("p", self.block_m * self.block_n * 4),
+            ("ds", self.block_m * self.block_n * ELEMENT_BYTES),
             *((f"rows{i}", self.block_m * ROW_CONSTANT_BYTES) for i in range(self.stages)),
             ("zeros", ZERO_BYTES),
             ("work", 4 * WORK_STAGES),
