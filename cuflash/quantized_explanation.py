@@ -31,16 +31,7 @@ from .jit import LoadedKernel
 from .problem import AttentionProblem
 from .quantize_kernels import lse_problem
 from .quantize_plan import Sources, plan_with
-from .quantized_attention import (
-    FAST,
-    OUT_DTYPES,
-    Foreseen,
-    QuantizedCall,
-    Scales,
-    check_foreseeable,
-    foresee,
-    refuse_backward,
-)
+from .quantized_call import FAST, OUT_DTYPES, Foreseen, Options, QuantizedCall, Scales, foresee, refuse_backward
 from .quantized_plan import check_foreseen_gpu, fp8_call, is_staged, workspace_of
 from .request import Request
 
@@ -68,21 +59,19 @@ def explain_quantized(
     q: Any,
     k: Any,
     v: Any,
+    options: Options,
+    out: Any,
+    scales: Scales,
     *,
-    precision: Any,
-    out_dtype: Any,
     backward: bool,
     compile: bool,
     arch: str | None,
-    **options: Any,
 ) -> Explanation:
     """`cuflash.explain` of quantized tensors, or of arrays that are quantized on the way."""
     try:
         if backward:
-            refuse_backward(q, precision)
-        check_foreseeable(q, precision, options["scales"], out_dtype)
-        foreseen = foresee(q, k, v, **options, out_dtype=out_dtype, precision=precision)
-        explained = _Explained.of(foreseen, arch, options["scales"])
+            refuse_backward(q, options.precision)
+        explained = _Explained.of(foresee(q, k, v, options, out, scales), arch, scales)
     except (ValueError, TypeError, UnsupportedError) as error:
         return Explanation(
             refused=str(error),

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from .jit import LoadedKernel
     from .quantize_plan import Sources
     from .quantized import QuantizedTensor
-    from .quantized_attention import Foreseen, QuantizedCall
+    from .quantized_call import Foreseen, QuantizedCall
 
 __all__ = [
     "QuantizedPlan",

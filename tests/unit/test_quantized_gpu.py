@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import cuflash
-from cuflash import driver, jit, kernels, quantized_attention, quantized_plan
+from cuflash import driver, jit, kernels, quantized_attention, quantized_call, quantized_plan
 from cuflash.arch import fp8_sm80
 from cuflash.fp8 import FORMATS
 from tests.oracle import randn
@@ -242,8 +242,9 @@ def test_equal_calls_are_hits(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> 
     def cold(*_: Any, **__: Any) -> Any:
         raise AssertionError("the cold path")
 
-    for name in ("check_quantized", "request_for", "foresee"):
+    for name in ("check_quantized", "foresee"):
         monkeypatch.setattr(quantized_attention, name, cold)
+    monkeypatch.setattr(quantized_call, "request_for", cold)
     monkeypatch.setattr(quantized_plan, "plan_for", cold)
     monkeypatch.setattr(jit, "kernel_for", cold)
     for name in ("device_compute_capability", "device_properties", "multiprocessors"):
@@ -269,8 +270,9 @@ def test_equal_calls_that_quantize_are_hits(gpu: FakeGpu, monkeypatch: pytest.Mo
     def cold(*_: Any, **__: Any) -> Any:
         raise AssertionError("the cold path")
 
-    for name in ("check_quantized", "request_for", "foresee", "quantize_qkv"):
+    for name in ("check_quantized", "foresee", "quantize_qkv"):
         monkeypatch.setattr(quantized_attention, name, cold)
+    monkeypatch.setattr(quantized_call, "request_for", cold)
     for name in ("device_compute_capability", "device_properties", "multiprocessors"):
         monkeypatch.setattr(driver, name, cold)
     for arrays, right in zip((first, second, first), (*expected, expected[0]), strict=True):
