@@ -55,9 +55,9 @@ def attention_float8(q: Any, k: Any, v: Any, scales: Scales, options: Options, o
         if arrays.device == CPU:
             return _attend_on_cpu(call, arrays)
         from . import prepare_plan
-        from .quantized_plan import quantizing_plan_for
+        from .quantizing_plan import plan_for
 
-        plan = quantizing_plan_for(foreseen, key)
+        plan = plan_for(foreseen, key)
         at = prepare_plan.addresses(arrays)
         out_at = 0 if out is None else call.kind.operand("out", out).address
     return plan.run(q, at, out, out_at)

@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from .compiled import Compiled
     from .config import ForwardConfig, KernelConfig
     from .quantize_plan import QuantizePlan
-    from .quantized_plan import QuantizedPlan, QuantizingPlan
+    from .quantized_plan import QuantizedPlan
+    from .quantizing_plan import QuantizingPlan
     from .settings import Settings
     from .sm90_config import Sm90Config
 

@@ -69,9 +69,9 @@ def attention_quantizing(q: Any, k: Any, v: Any, options: Options, out: Any = No
         if call.q.device == CPU:
             quantized = quantize_qkv(q, k, v, layout=call.layout)
             return attention_quantized(*quantized, options._replace(out_dtype=call.out_dtype), out)
-        from .quantized_plan import quantizing_plan_for
+        from .quantizing_plan import plan_for
 
-        plan = quantizing_plan_for(foreseen, key)
+        plan = plan_for(foreseen, key)
         at = {name: call.kind.operand(name, x).address for name, x in (("q", q), ("k", k), ("v", v))}
         out_at = 0 if out is None else call.kind.operand("out", out).address
     return plan.run(q, at, out, out_at)
@@ -105,10 +105,10 @@ def warm_up(q: Any, k: Any, v: Any, options: Options, out: Any, scales: Scales) 
     call, sources = foreseen
     if call.q.device == CPU:
         return ()
-    from . import quantized_plan
+    from . import quantized_plan, quantizing_plan
 
     quantized_plan.check_foreseen_gpu(foreseen)
-    launches = () if sources is None else quantized_plan.make_plan_of_sources(sources).launches
+    launches = () if sources is None else quantizing_plan.make_plan_of_sources(sources).launches
     plan = quantized_plan.make_plan(call)
     launches += () if plan.shift is None else plan.shift.launches
     loaded = [launch.loaded for launch in launches] + ([] if plan.attend is None else [plan.attend.loaded])

@@ -33,7 +33,8 @@ from .problem import AttentionProblem
 from .quantize_kernels import lse_problem
 from .quantize_plan import Sources, plan_with
 from .quantized_call import FAST, OUT_DTYPES, Foreseen, Options, QuantizedCall, Scales, foresee, refuse_backward
-from .quantized_plan import check_foreseen_gpu, fp8_call, is_staged, workspace_of
+from .quantized_plan import check_foreseen_gpu, fp8_call, is_staged
+from .quantizing_plan import workspace_of
 from .request import Request
 
 __all__ = ["explain_quantized"]
