@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from itertools import product
 from typing import Any
 
-from . import driver, jit
+from . import driver, forward_plan, jit
 from .arrays import CPU, KINDS, is_float8, kind_of
 from .checks import check_apart, check_flag, make_request, request_for
 from .jit import PLANS
@@ -189,7 +189,7 @@ def compute(
         request = make_request((q, k, v), out, causal=causal, scale=scale, layout=layout, return_lse=return_lse)
         if request.device == CPU:
             return _attend_on_cpu(request, lse)
-        plan = jit.make_plan(request)
+        plan = forward_plan.make_plan(request)
         q_at, k_at, v_at = request.q.address, request.k.address, request.v.address
         if key is not None:
             jit.remember(key, plan)
@@ -310,7 +310,7 @@ def warmup(
     request = request_for((q, k, v), out, causal=causal, scale=scale, layout=layout, return_lse=return_lse)
     if request.device == CPU:
         return ()
-    loaded = jit.make_plan(request).loaded
+    loaded = forward_plan.make_plan(request).loaded
     kernels = () if loaded is None else (loaded.kernel.symbol,)
     return kernels + _warm_up_gradients(request) if backward else kernels
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .. import counters, driver, jit, kernels
+from .. import counters, driver, forward_plan, jit, kernels
 from ..arch import ARCHES, arch_for
 from ..build import Built, build
 from ..cache import cache_key, load_prebuilt
@@ -287,7 +287,7 @@ def launch(loaded: jit.LoadedKernel, arrays: list[Any]) -> Call:
         needed = kernels.problem_for(request, jit.device_arch(request.device).name)
     if replace(needed, short=problem.short) != problem:  # which is the better one for a length is to be measured
         raise LookupError(f"the call needs {needed}, not {problem}")
-    return planned_call(jit.plan_with(request, loaded), arrays)
+    return planned_call(forward_plan.plan_with(request, loaded), arrays)
 
 
 def check(loaded: jit.LoadedKernel, xp: Any) -> Checked:
