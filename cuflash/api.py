@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from itertools import product
 from typing import Any
 
-from . import driver, jit
+from . import driver, forward_plan, jit
 from .arrays import CPU, KINDS, is_float8, kind_of
 from .checks import check_apart, check_flag, make_request, request_for
 from .jit import PLANS
@@ -127,10 +127,11 @@ def _attend_quantized(
     out_dtype: Any = None,
     scales: Mapping[str, Any] | None = None,
 ) -> Any:
-    from .quantized_attention import NO_SCALES, attend
+    from .quantized_attention import attend
+    from .quantized_call import NO_SCALES, Options
 
-    options = {"causal": causal, "scale": scale, "layout": layout, "return_lse": return_lse, "out": out}
-    return attend(q, k, v, precision=precision, scales=scales or NO_SCALES, **options, out_dtype=out_dtype)
+    options = Options(causal, scale, layout, return_lse, precision, out_dtype)
+    return attend(q, k, v, options, out, scales or NO_SCALES)
 
 
 def compute(
@@ -188,7 +189,7 @@ def compute(
         request = make_request((q, k, v), out, causal=causal, scale=scale, layout=layout, return_lse=return_lse)
         if request.device == CPU:
             return _attend_on_cpu(request, lse)
-        plan = jit.make_plan(request)
+        plan = forward_plan.make_plan(request)
         q_at, k_at, v_at = request.q.address, request.k.address, request.v.address
         if key is not None:
             jit.remember(key, plan)
@@ -300,16 +301,16 @@ def warmup(
         raise TypeError("device belongs to configs=; arrays have a device of their own")
     scales = {"q": q_scale, "k": k_scale, "v": v_scale}
     if bridge.concerns_float8(q, precision, out_dtype, scales):
-        from .quantized_attention import refuse_backward, warm_up
+        from .quantized_attention import warm_up
+        from .quantized_call import Options, refuse_backward
 
         if backward:
             refuse_backward(q, precision)
-        options: dict[str, Any] = {"causal": causal, "scale": scale, "layout": layout, "return_lse": return_lse}
-        return warm_up(q, k, v, **options, out=out, precision=precision, out_dtype=out_dtype, scales=scales)
+        return warm_up(q, k, v, Options(causal, scale, layout, return_lse, precision, out_dtype), out, scales)
     request = request_for((q, k, v), out, causal=causal, scale=scale, layout=layout, return_lse=return_lse)
     if request.device == CPU:
         return ()
-    loaded = jit.make_plan(request).loaded
+    loaded = forward_plan.make_plan(request).loaded
     kernels = () if loaded is None else (loaded.kernel.symbol,)
     return kernels + _warm_up_gradients(request) if backward else kernels
 

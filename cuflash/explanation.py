@@ -209,13 +209,11 @@ def explain(
         raise ValueError("deterministic is True, which is of gradients: accepted is that with backward=True")
     scales = {"q": q_scale, "k": k_scale, "v": v_scale}
     if bridge.concerns_float8(q, precision, out_dtype, scales):
+        from .quantized_call import Options
         from .quantized_explanation import explain_quantized
 
-        options = {"causal": causal, "scale": scale, "layout": layout, "return_lse": return_lse, "out": out}
-        options["scales"] = scales
-        return explain_quantized(
-            q, k, v, **options, precision=precision, out_dtype=out_dtype, backward=backward, compile=compile, arch=arch
-        )
+        options = Options(causal, scale, layout, return_lse, precision, out_dtype)
+        return explain_quantized(q, k, v, options, out, scales, backward=backward, compile=compile, arch=arch)
     try:
         request = request_for((q, k, v), out, causal=causal, scale=scale, layout=layout, return_lse=return_lse)
         if arch is not None and request.device == CPU:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from .arrays import CPU, kind_of
-from .checks import check_causal, check_factor, check_flag, check_layout, check_placed, check_scale, refuse_shared
+from .checks import check_factor, check_layout, check_placed, refuse_shared
 from .dequantized import Dequantized
 from .errors import UnsupportedError
 from .float8_arrays import Float8Arrays, check_arrays
@@ -17,7 +17,8 @@ from .fp8 import Float8, format_of
 from .fp8_layout import IMAGE, ROLES, ROWS, Role, by_head, tiles
 from .jit import QUANTIZING_PLANS
 from .quantized import QuantizedTensor
-from .quantized_attention import FAST, Foreseen, QuantizedCall, attend_on_cpu, check_out, check_out_dtype
+from .quantized_attention import attend_on_cpu
+from .quantized_call import Foreseen, Options, QuantizedCall, Scales, checked_call
 from .request import TMA_BYTES
 
 if TYPE_CHECKING:
@@ -29,25 +30,11 @@ SOURCE_DTYPE = "bfloat16"
 """What the codes are taken for having been: the dtype of the result unless ``out_dtype`` names one."""
 
 
-def attention_float8(
-    q: Any,
-    k: Any,
-    v: Any,
-    scales: Mapping[str, Any],
-    *,
-    causal: Any,
-    scale: Any,
-    layout: Any,
-    return_lse: Any,
-    out: Any,
-    out_dtype: Any,
-    precision: Any,
-) -> Any:
+def attention_float8(q: Any, k: Any, v: Any, scales: Scales, options: Options, out: Any = None) -> Any:
     """`cuflash.attention` of 8-bit arrays; ``scales`` of each, or None, by ``"q"``, ``"k"`` and ``"v"``."""
     kind = kind_of(q)
     if kind is None:
-        options = {"causal": causal, "scale": scale, "layout": layout, "return_lse": return_lse}
-        return _of_foreign(q, k, v, scales, out, **options, out_dtype=out_dtype, precision=precision)
+        return _of_foreign(q, k, v, scales, options, out)
     out_key, out_at, at = None, 0, cast("dict[str, int | float]", {})
     key: Any
     try:
@@ -58,21 +45,19 @@ def attention_float8(
         if out is not None:
             out_key, out_at = geometry(out)
         places = q_at & 15, k_at & 15, v_at & 15, out_at & 15
-        asked = causal, scale, layout, return_lse, out_dtype, precision
-        key = (q_key, k_key, v_key, *scale_keys, out_key, places, *asked)
+        key = (q_key, k_key, v_key, *scale_keys, out_key, places, options)
         plan = QUANTIZING_PLANS.get(key)
     except (AttributeError, TypeError, RuntimeError):  # on the CPU, followed, or not what it should be: checked below
         key = plan = None
     if plan is None:
-        options = {"causal": causal, "scale": scale, "layout": layout, "return_lse": return_lse}
-        foreseen = foresee_float8(q, k, v, scales, **options, out=out, out_dtype=out_dtype, precision=precision)
+        foreseen = foresee_float8(q, k, v, scales, options, out)
         call, arrays = foreseen.call, cast(Float8Arrays, foreseen.sources)
         if arrays.device == CPU:
             return _attend_on_cpu(call, arrays)
         from . import prepare_plan
-        from .quantized_plan import quantizing_plan_for
+        from .quantizing_plan import plan_for
 
-        plan = quantizing_plan_for(foreseen, key)
+        plan = plan_for(foreseen, key)
         at = prepare_plan.addresses(arrays)
         out_at = 0 if out is None else call.kind.operand("out", out).address
     return plan.run(q, at, out, out_at)
@@ -90,7 +75,7 @@ def _key_of(role: str, value: Any, geometry: Any, at: dict[str, int | float]) ->
     return found
 
 
-def view_foreign(arrays: Mapping[str, Any], scales: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+def view_foreign(arrays: Mapping[str, Any], scales: Scales) -> tuple[dict[str, Any], dict[str, Any]]:
     """Views of arrays that cuflash does not address itself, and of the scales among them; of others, themselves."""
     from .arrays import bridge
 
@@ -101,7 +86,7 @@ def view_foreign(arrays: Mapping[str, Any], scales: Mapping[str, Any]) -> tuple[
     return {name: views[name] for name in arrays}, {role: views.get(f"{role}_scale", x) for role, x in scales.items()}
 
 
-def _of_foreign(q: Any, k: Any, v: Any, scales: Mapping[str, Any], out: Any, **options: Any) -> Any:
+def _of_foreign(q: Any, k: Any, v: Any, scales: Scales, options: Options, out: Any) -> Any:
     """The call by views of its arrays, and the result in their kind."""
     from .arrays import bridge
 
@@ -114,7 +99,7 @@ def _of_foreign(q: Any, k: Any, v: Any, scales: Mapping[str, Any], out: Any, **o
 
     def attend(views: dict[str, Any]) -> Any:
         viewed = {role: views.get(f"{role}_scale", x) for role, x in scales.items()}
-        return attention_float8(views["q"], views["k"], views["v"], viewed, **options, out=views.get("out"))
+        return attention_float8(views["q"], views["k"], views["v"], viewed, options, views.get("out"))
 
     outputs = {} if out is None else {"out": out}
     return bridge.call(attend, {"q": q, "k": k, "v": v, **arrays}, outputs)
@@ -124,42 +109,16 @@ def _is_number(x: Any) -> bool:
     return x is None or isinstance(x, numbers.Real)
 
 
-def foresee_float8(
-    q: Any,
-    k: Any,
-    v: Any,
-    scales: Mapping[str, Any],
-    *,
-    causal: Any,
-    scale: Any,
-    layout: Any,
-    return_lse: Any,
-    out: Any,
-    out_dtype: Any,
-    precision: Any,
-) -> Foreseen:
+def foresee_float8(q: Any, k: Any, v: Any, scales: Scales, options: Options, out: Any = None) -> Foreseen:
     """Check a call whole, before anything is allocated or launched."""
-    layout = check_layout(layout)
+    layout = check_layout(options.layout)
     if kind := kind_of(q):
         given = {"q": q, "k": k, "v": v} | {f"{role}_scale": x for role, x in scales.items()}
         if refusal := kind.refusal(given, "attention of 8-bit floats"):
             raise UnsupportedError(refusal)
     arrays = check_arrays({"q": q, "k": k, "v": v}, scales, layout)
     q8, k8, v8 = (_as_if_quantized(arrays, role) for role in ROLES)
-    call = QuantizedCall(
-        q8,
-        k8,
-        v8,
-        check_causal(causal),
-        check_scale(scale, arrays.sizes("q")[3], on_gpu=arrays.device != CPU),
-        check_flag("return_lse", return_lse),
-        out,
-        check_out_dtype(q8, out_dtype),
-        precision == FAST,
-        (_strides(arrays, "q"), _strides(arrays, "k")),
-    )
-    if out is not None:
-        check_out(call)
+    call = checked_call(q8, k8, v8, options, out, (_strides(arrays, "q"), _strides(arrays, "k")))
     if arrays.device != CPU:
         check_placed(scale.array for scale in arrays.scales.values() if scale.array is not None)
     return Foreseen(call, arrays)

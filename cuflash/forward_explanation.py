@@ -80,7 +80,7 @@ class ForwardCall:
         if self.problem is None:
             return base
         config = kernels.select_config(self.problem)
-        grid, schedule = grid_and_schedule(request, self.problem, config, device)
+        grid, schedule = grid_and_schedule(jit.sizes_of(request), self.problem, config, device)
         hbm_bytes = cost.fused_bytes(shape, schedule, request.return_lse)
         ordinal = None if self.planned else request.device
         kernel = describe_kernel(self.problem, config, grid, schedule, hbm_bytes, ordinal, compile=compile)
@@ -106,16 +106,16 @@ def explain_cpu(request: Request) -> Explanation:
 
 
 def grid_and_schedule(
-    request: Request, problem: AttentionProblem, config: KernelConfig, device: DeviceModel
+    sizes: tuple[int, int, int, int], problem: AttentionProblem, config: KernelConfig, device: DeviceModel
 ) -> tuple[tuple[tuple[int, int, int], ...], Schedule]:
-    """Thread blocks of each launch, and the order of the work that they do."""
+    """Thread blocks of each launch, and the order of the work that they do; sizes as of `cuflash.jit.sizes_of`."""
     launches: tuple[tuple[int, int, int], ...]
     if isinstance(config, Sm90Config):
-        grid = kernels.persistent_grid(problem, config, *jit.sizes_of(request), device.multiprocessors)
+        grid = kernels.persistent_grid(problem, config, *sizes, device.multiprocessors)
         launches, section = ((grid.blocks, 1, 1),), grid.section
     else:
         assert isinstance(config, Sm80Config)
-        launches = tuple(blocks for _, blocks in kernels.forward_grid(problem, config, *jit.sizes_of(request)).launches)
+        launches = tuple(blocks for _, blocks in kernels.forward_grid(problem, config, *sizes).launches)
         section = launches[0][0]
     # Under a causal mask tiles begin at their diagonal: one that starts later starts at a lower key, and so meets the
     # others. Without one, the blocks that share a multiprocessor run apart: the scheduler favours the older one.

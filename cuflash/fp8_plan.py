@@ -7,7 +7,7 @@ from typing import NamedTuple, cast
 
 from . import counters, driver, jit, kernels
 from .arch import fp8_sm90
-from .fp8_layout import TILE
+from .fp8_layout import TILE, tiles
 from .fp8_sm80_config import Fp8Sm80Config
 from .fp8_sm90_config import Fp8Sm90Config
 from .jit import LoadedKernel, TensorGeometry
@@ -61,6 +61,11 @@ class Fp8Call(NamedTuple):
     dtypes: tuple[InputDtype, InputDtype, InputDtype] = ("float8_e4m3fn", "float8_e4m3fn", "float8_e4m3fn")
 
     @property
+    def sizes(self) -> tuple[int, int, int, int]:
+        """What the grid depends on: batch * query heads, query heads for each key/value head, both lengths."""
+        return self.batch * self.heads, self.heads // self.heads_k, self.seqlen_q, self.seqlen_k
+
+    @property
     def problem(self) -> AttentionProblem:
         """The kernel that serves the call."""
         q, k, v = self.dtypes
@@ -108,17 +113,9 @@ class Fp8Plan:
 
     def __init__(self, call: Fp8Call, loaded: LoadedKernel) -> None:
         config = cast("Fp8Sm90Config", loaded.config)
-        grid = kernels.persistent_grid(
-            loaded.problem,
-            config,
-            call.batch * call.heads,
-            call.heads // call.heads_k,
-            call.seqlen_q,
-            call.seqlen_k,
-            driver.multiprocessors(loaded.kernel.device),
-        )
         self.loaded = loaded
         self._device = loaded.kernel.device
+        grid = kernels.persistent_grid(loaded.problem, config, *call.sizes, driver.multiprocessors(self._device))
         self._shape = (grid.blocks, 1, 1), (config.threads, 1, 1), config.smem_bytes(loaded.problem)
         self._counted = jit.takes_counter(config)
         self._tail = FORWARD_FP8_SM90.pack_tail(_common_values(call) | grid.parameters)
@@ -152,14 +149,7 @@ class Fp8Sm80Plan:
 
     def __init__(self, call: Fp8Call, loaded: LoadedKernel) -> None:
         config = cast("Fp8Sm80Config", loaded.config)
-        grid = kernels.forward_grid(
-            loaded.problem,
-            config,
-            call.batch * call.heads,
-            call.heads // call.heads_k,
-            call.seqlen_q,
-            call.seqlen_k,
-        )
+        grid = kernels.forward_grid(loaded.problem, config, *call.sizes)
         values = _common_values(call) | {"m_tiles": grid.m_tiles}
         values |= stride_values("q", call.q_strides) | stride_values("k", call.k_strides)
         self.loaded = loaded
@@ -187,16 +177,17 @@ def make_plan(call: Fp8Call, device: int) -> Fp8Plan | Fp8Sm80Plan:
 def _common_values(call: Fp8Call) -> dict[str, int | float | tuple[int, ...]]:
     """What both families take."""
     batch, seq, heads = (stride // OUT_BYTES for stride in call.out_strides)
+    batch_heads, group, seqlen_q, seqlen_k = call.sizes
     return {
         **stride_values("out", (batch, seq, heads)),
         "heads": fast_div(call.heads),
-        "group": fast_div(call.heads // call.heads_k),
-        "batch_heads": call.batch * call.heads,
+        "group": fast_div(group),
+        "batch_heads": batch_heads,
         "kv_heads": call.heads_k,
-        "q_tiles": -(-call.seqlen_q // TILE),
-        "k_tiles": -(-call.seqlen_k // TILE),
-        "seqlen_q": call.seqlen_q,
-        "seqlen_k": call.seqlen_k,
+        "q_tiles": tiles(seqlen_q),
+        "k_tiles": tiles(seqlen_k),
+        "seqlen_q": seqlen_q,
+        "seqlen_k": seqlen_k,
         "causal_offset": call.causal_offset or 0,
         "scale_log2": call.scale * LOG2_E,
     }

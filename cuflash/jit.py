@@ -1,31 +1,33 @@
-"""The cold path, from a checked call to a loaded kernel and a launch plan, and the table that makes it a rare one.
+"""What all launch plans stand on: loaded kernels, parameter blocks and tensor maps, and the tables that keep plans.
 
-A plan holds everything about a call but its five pointers, and what tensor maps make of them. Plans are found by a key
-of all that they depend on (`cuflash.api` builds it), in a plain dictionary, without a lock.
+A plan holds everything about a call but its pointers, and what tensor maps make of them: `cuflash.forward_plan` makes
+those of ordinary calls. Plans are found by a key of all that they depend on (`cuflash.api` builds it), in a plain
+dictionary, without a lock; that makes the cold path, from a checked call to a loaded kernel and a plan, a rare one.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, cast
 
 from . import counters, driver
 from .arch import ARCHES, Arch, arch_for, needs_ptx
 from .arrays import ITEM_BYTES, Operand
 from .errors import DriverError, MissingKernelError
-from .params import FORWARD_SM80, FORWARD_SM90, fast_div, stride_values
 from .problem import AttentionProblem
-from .request import LOG2_E, TMA_BYTES, TMA_TILE_ROWS, Request
+from .request import TMA_BYTES, Request
 
 # What only the cold path needs (kernels, config, settings, cache) is imported where it is used: an import of the
 # package, and of attention on the CPU, should not pay for it.
 if TYPE_CHECKING:
     from .backward_plan import BackwardPlan
     from .compiled import Compiled
-    from .config import ForwardConfig, KernelConfig
+    from .config import KernelConfig
+    from .forward_plan import CallPlan
     from .quantize_plan import QuantizePlan
-    from .quantized_plan import QuantizedPlan, QuantizingPlan
+    from .quantized_plan import QuantizedPlan
+    from .quantizing_plan import QuantizingPlan
     from .settings import Settings
     from .sm90_config import Sm90Config
 
@@ -39,9 +41,6 @@ MAX_PLACES = 4096
 
 MAX_FOLLOWERS = 16
 """Layouts of what arrives at a call's output, for each of which a plan remembers a backward plan."""
-
-MAX_PROVEN = 16
-"""Placements of interleaved arrays, such as the parts of a packed one, that a plan remembers."""
 
 
 # --- kernels ---------------------------------------------------------------------------------------------------
@@ -190,7 +189,7 @@ def discard_code(problem: AttentionProblem, config: KernelConfig, settings: Sett
         store.discard(cache.cache_key(problem, config, lineinfo=settings.lineinfo, ptx=ptx))
 
 
-# --- plans -----------------------------------------------------------------------------------------------------
+# --- launches --------------------------------------------------------------------------------------------------
 
 
 class _Buffers(threading.local):
@@ -217,90 +216,6 @@ def argument_buffer(device: int) -> driver.ArgumentBuffer:
     return _buffers.of_device.get(device) or _buffers.new(device)
 
 
-_pack_sm80 = FORWARD_SM80.launch_block.pack_into
-_pack_sm90 = FORWARD_SM90.launch_block.pack_into
-
-
-class CallPlan:
-    """Everything about a call but its pointers: of a call that launches nothing, or an Ampere-style kernel.
-
-    Attributes
-    ----------
-    device : int
-    out_shape : tuple of int
-        In the caller's axis order.
-    lse_shape : tuple of int
-    alignment : int
-        The output's address must be a multiple of it.
-    dead : bool
-        There are rows but no keys: nothing is launched, and the caller fills 0 and -inf in.
-    loaded : LoadedKernel or None
-        None if nothing is launched.
-    launches : tuple of (grid, packed parameters after those that follow from pointers)
-    backward : dict
-        What `cuflash.torch` has found out for the backward passes of such calls.
-    """
-
-    __slots__ = (
-        "_block", "_handle", "_proven", "_smem_bytes", "_spans", "alignment", "backward", "dead", "device", "launches",
-        "loaded", "lse_shape", "out_shape",
-    )  # fmt: skip
-
-    def __init__(
-        self, request: Request, loaded: LoadedKernel | None, launches: tuple[tuple[tuple[int, int, int], bytes], ...]
-    ) -> None:
-        self.device = request.device
-        self.out_shape = request.out_shape
-        self.lse_shape = request.lse_shape
-        self.dead = request.seqlen_k == 0 and request.rows > 0
-        self.loaded = loaded
-        self.launches = launches
-        self.backward: dict[Hashable, Any] = {}
-        self.alignment = 1
-        if loaded is not None:
-            self.alignment = loaded.problem.access_bytes
-            self._handle = loaded.kernel.handle
-            self._block = (loaded.config.threads, 1, 1)
-            self._smem_bytes = loaded.config.smem_bytes(loaded.problem)
-        self._proven: set[tuple[int, int, int]] = set()
-        self._spans: tuple[tuple[int, int], ...] = ()
-        if request.out is not None:
-            self._spans = tuple(span(x) for x in (request.q, request.k, request.v, request.out))
-
-    def launch(self, q: int, k: int, v: int, out: int, lse: int, stream: int) -> None:
-        """Launch on a stream of the plan's device, whose context must be current.
-
-        Parameters
-        ----------
-        q, k, v, out, lse : int
-            Addresses; ``lse`` 0: not wanted.
-        stream : int
-        """
-        for grid, tail in self.launches:
-            buffer = _buffers.of_device.get(self.device) or _buffers.new(self.device)
-            _pack_sm80(buffer.block, 0, q, k, v, out, lse, tail)
-            driver.launch(self._handle, grid, self._block, self._smem_bytes, stream, buffer.address)
-
-    def apart(self, q: int, k: int, v: int, out: int) -> bool:
-        """Whether ``out``, which the call was given, is known to share memory with no input.
-
-        Their spans do not meet, or these distances were proven before.
-        """
-        (q_low, q_high), (k_low, k_high), (v_low, v_high), (low, high) = self._spans
-        low += out
-        high += out
-        return (
-            (high <= q + q_low or q + q_high <= low)
-            and (high <= k + k_low or k + k_high <= low)
-            and (high <= v + v_low or v + v_high <= low)
-        ) or (q - out, k - out, v - out) in self._proven
-
-    def prove_apart(self, q: int, k: int, v: int, out: int) -> None:
-        """Remember that arrays at these distances share no memory, though their spans meet."""
-        if len(self._proven) < MAX_PROVEN:
-            self._proven.add((q - out, k - out, v - out))
-
-
 class TensorGeometry(NamedTuple):
     """What `driver.encode_tensor_map` takes behind the address."""
 
@@ -313,38 +228,6 @@ class TensorGeometry(NamedTuple):
 _places: dict[tuple[Any, ...], bytes] = {}
 _tensor_maps: dict[tuple[TensorGeometry, int], bytes] = {}
 """Tensor maps of what was launched lately: all of a call by plan and addresses, and each. Readers need no lock."""
-
-
-class TmaPlan(CallPlan):
-    """A plan whose kernel loads by TMA, and so takes tensor maps, which hold addresses.
-
-    Parameters
-    ----------
-    geometry : tuple of TensorGeometry
-        Of q, k, v and out.
-    """
-
-    __slots__ = ("_counted", "_geometry")
-
-    def __init__(
-        self,
-        request: Request,
-        loaded: LoadedKernel,
-        launches: tuple[tuple[tuple[int, int, int], bytes], ...],
-        geometry: tuple[TensorGeometry, ...],
-    ) -> None:
-        super().__init__(request, loaded, launches)
-        self._geometry = geometry
-        self._counted = takes_counter(loaded.config)
-
-    def launch(self, q: int, k: int, v: int, out: int, lse: int, stream: int) -> None:
-        # The buffer first: where this thread has no context yet, it makes one current, which tensor maps need as well.
-        buffer = _buffers.of_device.get(self.device) or _buffers.new(self.device)
-        maps = _places.get((self, q, k, v, out)) or tensor_maps(self, self._geometry, q, k, v, out)
-        ((grid, tail),) = self.launches
-        counter = counters.take(self.device, stream) if self._counted else counters.NO_COUNTER
-        _pack_sm90(buffer.block, 0, maps, out, lse, counter, tail)
-        driver.launch(self._handle, grid, self._block, self._smem_bytes, stream, buffer.address)
 
 
 def tensor_maps(plan: object, geometry: tuple[TensorGeometry, ...], *addresses: int) -> bytes:
@@ -372,54 +255,6 @@ def span(x: Operand) -> tuple[int, int]:
     return sum(r for r in reaches if r < 0), sum(r for r in reaches if r > 0) + ITEM_BYTES[x.dtype]
 
 
-def make_plan(request: Request) -> CallPlan:
-    """Plan a GPU call; compiles and loads its kernel if that was not done before."""
-    if request.rows == 0 or request.seqlen_k == 0:
-        return CallPlan(request, None, ())
-    from . import kernels
-
-    loaded = kernel_for(kernels.problem_for(request, device_arch(request.device).name), request.device)
-    return plan_with(request, loaded)
-
-
-def plan_with(request: Request, loaded: LoadedKernel) -> CallPlan:
-    """Plan a GPU call that launches a kernel, which must be one for ``request.problem``."""
-    return _PLANNERS[loaded.config.family](request, loaded)
-
-
-def _plan_sm80(request: Request, loaded: LoadedKernel) -> CallPlan:
-    from . import kernels
-
-    config = cast("ForwardConfig", loaded.config)
-    grid = kernels.forward_grid(loaded.problem, config, *sizes_of(request))
-    values = _common_values(request) | {"m_tiles": grid.m_tiles}
-    for name in ("q", "k", "v", "out"):
-        values |= stride_values(name, request.strides[name])
-    launches = tuple(
-        (blocks, FORWARD_SM80.pack_tail(values | {"first_tile": first})) for first, blocks in grid.launches
-    )
-    return CallPlan(request, loaded, launches)
-
-
-def _plan_sm90(request: Request, loaded: LoadedKernel) -> CallPlan:
-    from . import kernels
-
-    multiprocessors = driver.multiprocessors(request.device)
-    config = cast("ForwardConfig", loaded.config)
-    grid = kernels.persistent_grid(loaded.problem, config, *sizes_of(request), multiprocessors)
-    values = _common_values(request) | grid.parameters | stride_values("out", request.strides["out"][:3])
-    rows = {"q": TMA_TILE_ROWS, "k": config.block_n, "v": config.block_n, "out": TMA_TILE_ROWS}
-    dtype = request.q.dtype
-    geometry = tuple(tensor_geometry(dtype, request.extents(x), request.strides[x], rows[x]) for x in rows)
-    return TmaPlan(request, loaded, (((grid.blocks, 1, 1), FORWARD_SM90.pack_tail(values)),), geometry)
-
-
-_PLANNERS: dict[str, Callable[[Request, LoadedKernel], CallPlan]] = {
-    "forward_sm80": _plan_sm80,
-    "forward_sm90": _plan_sm90,
-}
-
-
 def sizes_of(request: Request) -> tuple[int, int, int, int]:
     """What the grid of a call depends on: batch * query heads, query heads for each key/value head, both lengths."""
     return request.batch * request.heads, request.heads // request.heads_k, request.seqlen_q, request.seqlen_k
@@ -432,21 +267,6 @@ def tensor_geometry(dtype: str, extents: tuple[int, ...], strides: tuple[int, ..
     # The stride of an axis of one element is never used, but must be a legal one.
     legal = tuple(strides[axis] * item or -(-dim * item // TMA_BYTES) * TMA_BYTES for axis in (1, 2, 0))
     return TensorGeometry(dtype, (dim, seq, heads, batch), legal, box_rows)
-
-
-def _common_values(request: Request) -> dict[str, Any]:
-    """What the parameter blocks of all families have of a request."""
-    scale_log2 = request.scale * LOG2_E
-    return {
-        "heads": fast_div(request.heads),
-        "group": fast_div(request.heads // request.heads_k),
-        "batch_heads": request.batch * request.heads,
-        "seqlen_q": request.seqlen_q,
-        "seqlen_k": request.seqlen_k,
-        "causal_offset": request.causal_offset,
-        "scale_log2": scale_log2,
-        "inverse_scale": 1.0 if request.scale_first else 1.0 / scale_log2,
-    }
 
 
 # --- the table -------------------------------------------------------------------------------------------------

@@ -9,7 +9,6 @@ from typing import Any, cast
 from . import cost, driver, jit, kernels, prepare_plan
 from .arch import ARCHES, Arch, arch_for
 from .arrays import CPU, GPU_DTYPES, Operand
-from .config import ForwardConfig
 from .cost import DeviceModel, Schedule, Shape
 from .cpu_quantize import sample
 from .errors import UnsupportedError
@@ -23,25 +22,19 @@ from .explanation import (
     device_model,
 )
 from .float8_arrays import Float8Arrays
+from .forward_explanation import grid_and_schedule
 from .fp8 import E4M3
 from .fp8_layout import ROLES, padded, tiles
+from .fp8_plan import Fp8Call
 from .fp8_sm80_config import Fp8Sm80Config
 from .fp8_sm90_config import MOST_TWO_LEVEL, Fp8Sm90Config
 from .jit import LoadedKernel
 from .problem import AttentionProblem
 from .quantize_kernels import lse_problem
 from .quantize_plan import Sources, plan_with
-from .quantized_attention import (
-    FAST,
-    OUT_DTYPES,
-    Foreseen,
-    QuantizedCall,
-    Scales,
-    check_foreseeable,
-    foresee,
-    refuse_backward,
-)
-from .quantized_plan import check_foreseen_gpu, fp8_call, is_staged, workspace_of
+from .quantized_call import FAST, OUT_DTYPES, Foreseen, Options, QuantizedCall, Scales, foresee, refuse_backward
+from .quantized_plan import check_foreseen_gpu, fp8_call, is_staged
+from .quantizing_plan import workspace_of
 from .request import Request
 
 __all__ = ["explain_quantized"]
@@ -68,21 +61,19 @@ def explain_quantized(
     q: Any,
     k: Any,
     v: Any,
+    options: Options,
+    out: Any,
+    scales: Scales,
     *,
-    precision: Any,
-    out_dtype: Any,
     backward: bool,
     compile: bool,
     arch: str | None,
-    **options: Any,
 ) -> Explanation:
     """`cuflash.explain` of quantized tensors, or of arrays that are quantized on the way."""
     try:
         if backward:
-            refuse_backward(q, precision)
-        check_foreseeable(q, precision, options["scales"], out_dtype)
-        foreseen = foresee(q, k, v, **options, out_dtype=out_dtype, precision=precision)
-        explained = _Explained.of(foreseen, arch, options["scales"])
+            refuse_backward(q, options.precision)
+        explained = _Explained.of(foresee(q, k, v, options, out, scales), arch, scales)
     except (ValueError, TypeError, UnsupportedError) as error:
         return Explanation(
             refused=str(error),
@@ -231,27 +222,20 @@ class _Explained:
             blocks = shape.batch * shape.heads * tiles(shape.seqlen_q)
             found.append(self.describe(problem, ((blocks, 1, 1),), None, rows * (shape.head_dim + 4), compile=compile))
         problem = self.problem
-        config = cast(ForwardConfig, kernels.select_config(problem))
-        sizes = shape.batch * shape.heads, shape.heads // shape.kv_heads, shape.seqlen_q, shape.seqlen_k
-        launches: tuple[tuple[int, int, int], ...]
-        in_step = device.multiprocessors
-        if isinstance(config, Fp8Sm90Config):
-            grid = kernels.persistent_grid(problem, config, *sizes, device.multiprocessors)
-            launches, section = ((grid.blocks, 1, 1),), grid.section
-        else:
-            launches = tuple(blocks for _, blocks in kernels.forward_grid(problem, config, *sizes).launches)
-            section = launches[0][0]
-            in_step *= config.ctas if problem.mask == "causal" else 1  # as in forward_explanation.py
-        copies = cost.L2_COPIES.get(device.arch, 1)
-        schedule = Schedule(config.block_m, section, in_step, device.l2_bytes, copies)
+        launches, schedule = grid_and_schedule(self.fp8_call.sizes, problem, kernels.select_config(problem), device)
         hbm_bytes = cost.fused_bytes(shape, schedule, call.return_lse) + rows * shape.head_dim_v  # O has two bytes
         hbm_bytes += 4 * rows if self.has_shift else 0
         return [*found, self.describe(problem, launches, schedule, hbm_bytes, compile=compile)]
 
     @property
+    def fp8_call(self) -> Fp8Call:
+        """The call as the kernel that attends takes it."""
+        return fp8_call(self.call, cast(Arch, self.target).name)
+
+    @property
     def problem(self) -> AttentionProblem:
         """The kernel that attends."""
-        return fp8_call(self.call, cast(Arch, self.target).name).problem
+        return self.fp8_call.problem
 
     @property
     def has_shift(self) -> bool:

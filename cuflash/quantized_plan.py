@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
-from . import jit, kernels, quantize_plan
+from . import jit, kernels
 from .arch import ARCHES
 from .arrays import CPU, Operand
 from .checks import MAX_LENGTH, check_placed
-from .config import round_up
 from .errors import UnsupportedError
 from .fp8 import E5M2
-from .fp8_layout import IMAGE, TILE, padded, row_strides, tiles
+from .fp8_layout import IMAGE, padded, row_strides, tiles
 from .fp8_plan import OUT_BYTES, Fp8Addresses, Fp8Call, Fp8Plan, Fp8Sm80Plan
 from .fp8_plan import make_plan as plan_attention
 from .fp8_sm90_config import MOST_TWO_LEVEL
@@ -24,15 +23,12 @@ from .quantize_plan import Launch, QuantizePlan
 from .request import AXES, MAX_WORK_TILES, TMA_BYTES, TMA_STRIDES_END, TMA_TILE_ROWS, contiguous_strides
 
 if TYPE_CHECKING:
-    from .float8_arrays import Float8Arrays
     from .jit import LoadedKernel
-    from .quantize_plan import Sources
     from .quantized import QuantizedTensor
-    from .quantized_attention import Foreseen, QuantizedCall
+    from .quantized_call import Foreseen, QuantizedCall
 
 __all__ = [
     "QuantizedPlan",
-    "QuantizingPlan",
     "check_foreseen_gpu",
     "check_quantized_gpu",
     "fp8_call",
@@ -41,9 +37,6 @@ __all__ = [
     "plan_for",
     "shift_launch",
 ]
-
-ALIGNMENT = 256
-"""Of the parts of a workspace."""
 
 Addresses: TypeAlias = tuple[int, int, int]
 """Of payload, scales and mean of a quantized tensor; 0: none."""
@@ -127,19 +120,22 @@ class QuantizedPlan:
         None if nothing is launched: there are no rows, or no keys.
     shift : QuantizePlan or None
         The kernel before, where the LSE is wanted and K has a mean.
+    kind : Kind
+    out_span : tuple of int
+        Where an ``out`` that was given begins and ends, relative to its address.
     """
 
     __slots__ = (
         "_dim",
-        "_kind",
         "_lse_shape",
         "_out_dtype",
         "_out_shape",
-        "_span",
         "_staged_shape",
         "attend",
         "dead",
         "device",
+        "kind",
+        "out_span",
         "shift",
     )  # fmt: skip
 
@@ -148,17 +144,17 @@ class QuantizedPlan:
         self.attend = attend
         self.shift = shift
         self.dead = call.k.sizes[1] == 0 and 0 not in call.lse_shape
-        self._kind = call.kind
+        self.kind = call.kind
         self._out_dtype = call.out_dtype
         self._out_shape = call.out_shape
         self._lse_shape = call.lse_shape if call.return_lse else None
         self._dim = call.v.head_dim
         self._staged_shape = _padded_shape(call) if attend is not None and is_staged(call) else None
-        self._span = (0, 0) if call.out is None else span(call.kind.operand("out", call.out))
+        self.out_span = (0, 0) if call.out is None else span(call.kind.operand("out", call.out))
 
     def run(self, q: QuantizedTensor, k: QuantizedTensor, v: QuantizedTensor, out: Any, out_at: int) -> Any:
         """Make a call of the plan on the current stream; ``out_at`` is the address of an ``out`` that was given."""
-        kind = self._kind
+        kind = self.kind
         if out is not None:
             self._refuse_shared(out_at, q, k, v)
         if kind.current_device() == self.device:
@@ -168,7 +164,7 @@ class QuantizedPlan:
 
     def run_at(self, like: Any, q: Addresses, k: Addresses, v: Addresses, out: Any, out_at: int) -> Any:
         """The same on the current device, by the addresses of the operands; new arrays are of the kind of ``like``."""
-        kind = self._kind
+        kind = self.kind
         if out is None:
             out, out_at = kind.empty(like, self._out_shape, self._out_dtype)
         else:
@@ -181,7 +177,7 @@ class QuantizedPlan:
         return out if lse is None else (out, lse)
 
     def _launch(self, like: Any, q: Addresses, k: Addresses, v: Addresses, out: Any, out_at: int, lse_at: int) -> None:
-        kind = self._kind
+        kind = self.kind
         (q_at, q_scales, _), (k_at, k_scales, k_mean), (v_at, v_scales, v_mean) = q, k, v
         stream, shift_at, staged = kind.stream(self.device), 0, None
         if self.shift is not None:
@@ -197,81 +193,12 @@ class QuantizedPlan:
 
     def _refuse_shared(self, out_at: int, *operands: QuantizedTensor) -> None:
         """Refuse an ``out`` whose span meets that of an operand, all of which are contiguous."""
-        low, high = self._span
+        low, high = self.out_span
         for name, x in zip("qkv", operands, strict=True):
             arrays = (x.payload, x.scales) if x.mean is None else (x.payload, x.scales, x.mean)
             for array, at in zip(arrays, x.addresses, strict=False):
                 if out_at + low < at + array.nbytes and at < out_at + high:
                     raise ValueError(f"out shares memory with {name}, or lies around it; pass an array of its own")
-
-
-class QuantizingPlan:
-    """Everything about a GPU call that quantizes or prepares on the way, into one workspace, but its addresses.
-
-    Parameters
-    ----------
-    quantize : QuantizePlan
-        Its launches make ``parts``.
-    attend : QuantizedPlan
-    parts : mapping of str to int
-        Of the workspace, by the names of the kernels' parameters, and the bytes of each.
-    inputs : mapping of str to Operand
-        What attention still reads of a call's arrays, or may: ``out`` must lie elsewhere.
-    """
-
-    __slots__ = ("_attend", "_offsets", "_quantize", "_size", "_spans", "device")
-
-    def __init__(
-        self,
-        quantize: QuantizePlan,
-        attend: QuantizedPlan,
-        parts: Mapping[str, int],
-        inputs: Mapping[str, Operand],
-    ) -> None:
-        self.device = attend.device
-        self._quantize = quantize
-        self._attend = attend
-        self._spans = {name: span(x) for name, x in inputs.items()}
-        self._offsets: dict[str, int] = {}
-        self._size = 0
-        for name, size in parts.items():
-            self._offsets[name] = self._size
-            self._size += round_up(size, ALIGNMENT)
-
-    def run(self, q: Any, at: dict[str, Any], out: Any, out_at: int) -> Any:
-        """Make a call on the current stream; ``at`` has the addresses of q, k and v (and more), and is added to."""
-        kind = self._attend._kind
-        if out is not None:
-            self._refuse_shared(at, out_at)
-        if kind.current_device() != self.device:
-            with kind.on_device(self.device):
-                return self.run(q, at, out, out_at)
-        # Kept until the end: what a framework's allocator gets back, it gives away in the order of the stream.
-        _workspace, base = kind.empty(q, max(self._size, 1), "uint8")
-        for name, offset in self._offsets.items():
-            at[name] = base + offset
-        self._quantize.launch(at, kind.stream(self.device))
-        # What is not made is taken from where it is; 8-bit arrays have no means.
-        q_parts = at.get("q_payload", at["q"]), at["q_scales"], 0
-        k_parts = at.get("k_payload", at["k"]), at["k_scales"], at.get("k_mean", 0)
-        v_parts = at["v_payload"], at["v_scales"], at.get("v_mean", 0)
-        return self._attend.run_at(q, q_parts, k_parts, v_parts, out, out_at)
-
-    def _refuse_shared(self, at: Mapping[str, Any], out_at: int) -> None:
-        out_low, out_high = self._attend._span
-        for name, (low, high) in self._spans.items():
-            if out_at + out_low < at[name] + high and at[name] + low < out_at + out_high:
-                raise ValueError(f"out shares memory with {name}, or lies around it; pass an array of its own")
-
-
-def workspace_parts(x: QuantizedTensor) -> dict[str, int]:
-    """The arrays of a tensor that `cuflash.quantize` would make, and their bytes."""
-    batch, seq, heads, dim = x.sizes
-    parts = {
-        "payload": batch * heads * padded(dim) * (TILE * tiles(seq) if x.role == "v" else seq),
-        "scales": 4 * batch * heads * tiles(seq),
-    }
-    return parts if x.role == "q" else parts | {"mean": 4 * batch * heads * padded(dim)}
 
 
 def plan_for(call: QuantizedCall, key: Hashable | None) -> QuantizedPlan:
@@ -281,40 +208,6 @@ def plan_for(call: QuantizedCall, key: Hashable | None) -> QuantizedPlan:
     if key is not None:
         jit.keep(jit.QUANTIZED_PLANS, key, plan, jit.MAX_PLANS)
     return plan
-
-
-def quantizing_plan_for(foreseen: Foreseen, key: Hashable | None) -> QuantizingPlan:
-    """The same of a call of arrays, which are quantized or prepared on the way."""
-    call, sources = foreseen
-    assert sources is not None
-    check_foreseen_gpu(foreseen)
-    inputs = {} if isinstance(sources, quantize_plan.Sources) else sources.operands
-    plan = QuantizingPlan(make_plan_of_sources(sources), make_plan(call), workspace_of(foreseen), inputs)
-    if key is not None:
-        jit.keep(jit.QUANTIZING_PLANS, key, plan, jit.MAX_PLANS)
-    return plan
-
-
-def make_plan_of_sources(sources: Sources | Float8Arrays) -> QuantizePlan:
-    """What comes before attention where a call's arrays are not yet what the kernels read."""
-    if isinstance(sources, quantize_plan.Sources):
-        return quantize_plan.make_plan(sources)
-    from . import prepare_plan
-
-    return prepare_plan.make_plan(sources)
-
-
-def workspace_of(foreseen: Foreseen) -> dict[str, int]:
-    """What is made of a call's arrays before attention, by the kernels' names for it, and the bytes of each."""
-    call, sources = foreseen
-    if sources is None:
-        return {}
-    if isinstance(sources, quantize_plan.Sources):
-        tensors = {"q": call.q, "k": call.k, "v": call.v}
-        return {f"{role}_{part}": size for role, x in tensors.items() for part, size in workspace_parts(x).items()}
-    from . import prepare_plan
-
-    return prepare_plan.parts(sources)
 
 
 def make_plan(call: QuantizedCall) -> QuantizedPlan:

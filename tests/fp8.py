@@ -9,8 +9,9 @@ import numpy as np
 
 import cuflash
 from cuflash.dequantized import Dequantized
+from cuflash.fp8_layout import TILE, tiles
 
-__all__ = ["Real", "rounding_probabilities"]
+__all__ = ["Real", "decoded", "rounding_probabilities"]
 
 
 class Real(NamedTuple):
@@ -32,6 +33,16 @@ class Real(NamedTuple):
 def _values(x: cuflash.QuantizedTensor) -> np.ndarray:
     every = slice(None)
     return Dequantized.of(x)[every, every, slice(0, x.sizes[1])].astype(np.float64)
+
+
+def decoded(x: np.ndarray, scale: Any, layout: str = "bshd") -> np.ndarray:
+    """What 8-bit arrays of the caller stand for, by the definition: float64, (batch, heads, seq, dim)."""
+    real = x.astype(np.float64)
+    real = real.swapaxes(1, 2) if layout == "bshd" else real
+    factors = np.asarray(1 if scale is None else scale, np.float32).astype(np.float64)
+    factors = factors.reshape(factors.shape + (1,) * (3 - factors.ndim))
+    factors = np.broadcast_to(factors, (*real.shape[:2], tiles(real.shape[2])))
+    return real * np.repeat(factors, TILE, axis=2)[:, :, : real.shape[2], None]
 
 
 def rounding_probabilities(real: Real, causal: Any, scale: float, dtype: Any) -> np.ndarray:

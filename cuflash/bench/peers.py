@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from .. import jit, kernels
+from .. import forward_plan, kernels
 from ..checks import make_request
 from . import flash3
 from .inputs import Case, poison
@@ -79,11 +79,11 @@ def ours_sm80(case: Case, arrays: list[Any]) -> Contestant:
     *inputs, out = arrays
     request = make_request(inputs, out, causal=case.causal, scale=None, layout="bshd", return_lse=False)
     with kernels.use_family("forward_sm80"):
-        plan = jit.make_plan(request)
+        plan = forward_plan.make_plan(request)
     return writing_contestant(OURS_SM80, planned_call(plan, arrays), out)
 
 
-def planned_call(plan: jit.CallPlan, arrays: list[Any]) -> Call:
+def planned_call(plan: forward_plan.CallPlan, arrays: list[Any]) -> Call:
     """A launch of q, k, v and out on the legacy stream."""
     q, k, v, out = (array.data.ptr for array in arrays)
     return lambda: plan.launch(q, k, v, out, 0, LEGACY_STREAM)

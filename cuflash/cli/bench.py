@@ -153,13 +153,13 @@ def show(record: dict[str, Any], args: argparse.Namespace, screen: Screen) -> No
 
 def run_sweep(args: argparse.Namespace, screen: Screen) -> int:
     """The exit status is 1 if the tuning table's own config fails."""
-    from ..bench import sweep
+    from ..bench import sweep, sweep_record
 
     if not args.compile_only:
         require_gpu()
     found = sweep.sweep(sweep_plan(args), screen)
     if args.output:
-        for path in sweep.save(found, args.output):
+        for path in sweep_record.save(found, args.output):
             screen.line(f"wrote {path}")
     return 0 if found.table in (found.runnable if args.compile_only else found.right) else 1
 

@@ -15,7 +15,7 @@ from cuflash.fp8 import Float8
 from cuflash.fp8_layout import ROLES, padded
 from cuflash.fp8_plan import Fp8Call, Fp8Sm80Plan
 from cuflash.fp8_sm80_config import Fp8Sm80Config
-from cuflash.quantized_attention import check_quantized
+from cuflash.quantized_call import Options, check_quantized
 from cuflash.quantized_plan import fp8_call
 from cuflash.request import Causal
 from tests.emulation.launch import EARLY, Report, Timing, emulator_for
@@ -83,10 +83,8 @@ def _input(x: np.ndarray) -> Tensor:
 
 def _planned(case: Fp8Case, quantized: tuple[cuflash.QuantizedTensor, ...]) -> Fp8Call:
     q8, k8, v8 = quantized
-    call = check_quantized(
-        q8, k8, v8, causal=case.causal, scale=case.scale, layout=None, return_lse=True, out=None,
-        out_dtype=case.out_dtype,
-    )  # fmt: skip
+    options = Options(causal=case.causal, scale=case.scale, return_lse=True, out_dtype=case.out_dtype)
+    call = check_quantized(q8, k8, v8, options)
     with kernels.use_family(Fp8Sm80Config.family):
         return fp8_call(call, case.arch)
 

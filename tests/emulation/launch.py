@@ -16,6 +16,7 @@ from cuflash import jit, kernels
 from cuflash.arch import ARCHES
 from cuflash.checks import make_request
 from cuflash.config import KernelConfig
+from cuflash.forward_plan import CallPlan, make_plan
 from cuflash.problem import AttentionProblem
 from cuflash.render import Source, render
 from cuflash.request import Causal, Request
@@ -92,7 +93,7 @@ EARLY = Timing()
 @dataclass(frozen=True)
 class Result:
     report: Report
-    plan: jit.CallPlan
+    plan: CallPlan
     problem: AttentionProblem
     config: KernelConfig
 
@@ -158,14 +159,14 @@ def emulator_for(problem: AttentionProblem, config: KernelConfig, mutation: Muta
     return Emulator(mutation.apply(source) if mutation else source)
 
 
-def _plan(request: Request, problem: AttentionProblem, config: KernelConfig) -> jit.CallPlan:
+def _plan(request: Request, problem: AttentionProblem, config: KernelConfig) -> CallPlan:
     """The product's own plan of a call, of a device that has `problem.arch` and a kernel that needs no loading."""
     loaded = mock.Mock(problem=problem, config=config)
     with (
         mock.patch.object(jit, "kernel_for", return_value=loaded),
         mock.patch.object(jit, "device_arch", return_value=ARCHES[problem.arch]),
     ):
-        return jit.make_plan(request)
+        return make_plan(request)
 
 
 def _blocks(grid: tuple[int, int, int]) -> list[tuple[int, int, int]]:

@@ -12,7 +12,7 @@ from cuflash import kernels
 from cuflash.dequantized import Dequantized
 from cuflash.fp8_layout import padded
 from cuflash.quantize_kernels import lse_problem
-from cuflash.quantized_attention import check_quantized
+from cuflash.quantized_call import Options, check_quantized
 from cuflash.quantized_plan import shift_launch
 from tests.emulation.build import compiler
 from tests.emulation.launch import Report, emulator_for
@@ -41,7 +41,7 @@ def run(
     arrays = [x.astype(np.float32).swapaxes(1, 2) if layout == "bhsd" else x.astype(np.float32) for x in (q, k, k)]
     options = {"layout": layout, "hadamard": hadamard, "dtype": form}
     q8, k8, v8 = cuflash.quantize_qkv(*map(np.ascontiguousarray, arrays), **options)  # type: ignore[arg-type]
-    call = check_quantized(q8, k8, v8, causal=False, scale=0.3, layout=None, return_lse=True, out=None, out_dtype=None)
+    call = check_quantized(q8, k8, v8, Options(scale=0.3, return_lse=True))
     problem = lse_problem(padded(dim), "sm_90")
     config = kernels.select_config(problem)
     launch = shift_launch(call, mock.Mock(problem=problem, config=config))

@@ -21,6 +21,7 @@ from cuflash.arch import sm90
 from cuflash.config import KernelConfig
 from cuflash.problem import AttentionProblem
 from tests.mutation import Mutation
+from tests.operands import shapes_of
 from tests.oracle import assert_accurate, assert_lse
 
 if TYPE_CHECKING:
@@ -81,12 +82,8 @@ def host_qkv(
     seed: int = 0,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Normal q, k, v in the layout bshd: lengths are (Nq, Nk), heads (Hq, Hk), dims (D, Dv)."""
-    (nq, nk), (hq, hk), (d, dv) = lengths, heads, dims
-    return (
-        host_normal((batch, nq, hq, d), dtype, 3 * seed),
-        host_normal((batch, nk, hk, d), dtype, 3 * seed + 1),
-        host_normal((batch, nk, hk, dv), dtype, 3 * seed + 2),
-    )
+    q, k, v = shapes_of(lengths, heads, dims, batch)
+    return host_normal(q, dtype, 3 * seed), host_normal(k, dtype, 3 * seed + 1), host_normal(v, dtype, 3 * seed + 2)
 
 
 def draw_qkv(*args: Any, **kwargs: Any) -> tuple[Array, Array, Array]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -14,13 +15,13 @@ import pytest
 import cuflash
 from cuflash.build import Job
 from cuflash.fp8 import FORMATS
-from cuflash.fp8_layout import TILE
 from cuflash.kernels import select_config
 from cuflash.prepare_kernels import prepare_problem
-from tests.fp8 import Real
+from tests.fp8 import Real, decoded
 from tests.gpu.float8_expected import judge_attention
 from tests.gpu.float8_products import PRODUCTS, Call, jobs_of_calls, jobs_of_kinds, kernels_of, of_one_kind
 from tests.gpu.support import CAUSAL, Array, assert_same_bits, host_qkv, poison_pool, swap_layout, target, to_host
+from tests.operands import draw_codes, draw_scales, scale_options, shapes_of
 from tests.oracle import oracle
 
 pytestmark = pytest.mark.gpu
@@ -29,7 +30,7 @@ E4M3, E5M2 = FORMATS
 
 
 class Case(NamedTuple):
-    """Lengths, heads, head dims; formats of Q, K and V; how many axes their scales have (None: a number)."""
+    """Lengths, heads, head dims; formats of Q, K and V; their scales as of `draw_scales`."""
 
     lengths: tuple[int, int]
     heads: tuple[int, int]
@@ -39,23 +40,19 @@ class Case(NamedTuple):
     batch: int = 2
 
     def arrays(self, seed: int = 0) -> list[np.ndarray]:
-        rng, found = np.random.default_rng(seed), []
-        for role, form in zip("qkv", self.forms, strict=True):
-            shape = (self.batch, self.lengths[role != "q"], self.heads[role != "q"], self.dims[role == "v"])
-            found.append(rng.standard_normal(shape, np.float32).astype(getattr(ml_dtypes, form)))
-        return found
+        return draw_codes(np.random.default_rng(seed), self.shapes, self.forms)
 
     def scales(self, seed: int = 1) -> list[Any]:
-        rng, found = np.random.default_rng(seed), []
-        for role, axes in zip("qkv", self.axes, strict=True):
-            shape = (self.batch, self.heads[role != "q"], -(-self.lengths[role != "q"] // TILE))
-            scale = rng.uniform(0.5, 1.5, shape[: axes or 0]).astype(np.float32)
-            found.append(float(scale) if axes is None else scale)
-        return found
+        sizes = [(batch, heads, seq) for batch, seq, heads, _ in self.shapes]
+        return draw_scales(np.random.default_rng(seed), sizes, self.axes, 0.5, 1.5)
+
+    @property
+    def shapes(self) -> list[tuple[int, ...]]:
+        return shapes_of(self.lengths, self.heads, self.dims, self.batch)
 
 
 CASES = (
-    Case((1, 1), (1, 1), (64, 64), axes=(None, 0, 2)),
+    Case((1, 1), (1, 1), (64, 64), axes=("number", 0, 2)),
     Case((127, 129), (2, 2), (64, 64), (E5M2, E5M2, E5M2)),
     Case((128, 128), (4, 1), (128, 128), (E4M3, E5M2, E4M3), (3, 2, 0)),
     Case((700, 513), (4, 2), (128, 128), (E4M3, E4M3, E5M2)),
@@ -63,7 +60,7 @@ CASES = (
     Case((257, 384), (2, 2), (256, 256), (E5M2, E5M2, E5M2), (3, 3, 3)),
     Case((200, 300), (3, 1), (192, 128), (E5M2, E4M3, E5M2)),
     Case((200, 300), (2, 2), (33, 70), axes=(3, 2, 3)),
-    Case((130, 200), (2, 2), (1, 1), axes=(2, None, 3)),
+    Case((130, 200), (2, 2), (1, 1), axes=(2, "number", 3)),
     Case((200, 300), (2, 1), (250, 130)),
     Case((200, 300), (2, 1), (40, 100), (E4M3, E5M2, E5M2)),
 )
@@ -107,25 +104,14 @@ def _small(dim: int, *forms: str) -> list[np.ndarray]:
 
 
 def to_gpu(x: Any) -> Any:
-    """A CuPy copy, which takes codes as bytes; of a scale that is a number, itself."""
+    """A CuPy copy, which takes codes as bytes."""
     import cupy as cp
 
-    if not isinstance(x, np.ndarray):
-        return x
     return cp.asarray(x.view(np.uint8)).view(x.dtype) if x.dtype.itemsize == 1 else cp.asarray(x)
 
 
 def named(scales: list[Any]) -> dict[str, Any]:
-    return {f"{role}_scale": to_gpu(x) for role, x in zip("qkv", scales, strict=True)}
-
-
-def values(x: np.ndarray, scale: Any) -> np.ndarray:
-    """What codes (bshd) stand for: float64, (batch, heads, seq, dim)."""
-    factors = np.asarray(scale, np.float64)
-    real = x.astype(np.float64).swapaxes(1, 2)
-    tiles = -(-real.shape[2] // TILE)
-    factors = np.broadcast_to(factors.reshape(factors.shape + (1,) * (3 - factors.ndim)), (*real.shape[:2], tiles))
-    return real * np.repeat(factors, TILE, axis=2)[:, :, : real.shape[2], None]
+    return scale_options(scales, to_gpu)
 
 
 def check(
@@ -139,7 +125,7 @@ def check(
     poison_pool(8 * arrays[0].size + 8 * arrays[2].size)
     operands = [place(to_gpu(x)) for x in arrays]
     out, lse = cuflash.attention(*operands, causal=causal, return_lse=True, **options, **named(scales))
-    q, k, v = (values(x, scale) for x, scale in zip(arrays, scales, strict=True))
+    q, k, v = (decoded(x, scale) for x, scale in zip(arrays, scales, strict=True))
     real = Real(q, k, v, 0 * v[:, :, 0])
     judge_attention(swap_layout(to_host(out)), to_host(lse), real, causal, q.shape[3] ** -0.5)
     return out
@@ -274,8 +260,7 @@ def test_infinities_and_nan_of_the_codes() -> None:
     arrays[1][:, 200] = -np.inf
     arrays[2][0, 150, 1, 3] = np.nan
     found = to_host(cuflash.attention(*map(to_gpu, arrays), causal=True, **named(scales))).astype(np.float32)
-    options = {f"{role}_scale": x for role, x in zip("qkv", scales, strict=True)}
-    expected = cuflash.attention(*arrays, causal=True, out_dtype="float32", **options)
+    expected = cuflash.attention(*arrays, causal=True, out_dtype="float32", **scale_options(scales))
     nan = np.isnan(found)
     assert nan[0, 150:, 1, 3].all() and not nan[:, :128].any()
     assert not np.delete(nan, 3, axis=3).any()
@@ -285,10 +270,10 @@ def test_infinities_and_nan_of_the_codes() -> None:
 @functools.cache
 def _values_with_a_mean(dim: int, form: str) -> tuple[list[np.ndarray], np.ndarray]:
     """Q, K and V, and attention on them in float64."""
-    case = Case((256, 4096), (2, 2), (dim, dim), (E4M3, E4M3, form), (None, None, None), batch=1)
+    case = Case((256, 4096), (2, 2), (dim, dim), (E4M3, E4M3, form), ("number",) * 3, batch=1)
     q, k, v = case.arrays(4)
     v = (v.astype(np.float32) + 1).astype(v.dtype)
-    return [q, k, v], swap_layout(oracle(*(values(x, 1.0) for x in (q, k, v)), causal=False)[0])
+    return [q, k, v], swap_layout(oracle(*(decoded(x, 1.0) for x in (q, k, v)), causal=False)[0])
 
 
 @pytest.mark.parametrize("form", FORMATS)
@@ -322,8 +307,6 @@ def test_nothing_to_compute() -> None:
 
 
 def _torch_of(torch: Any, x: Any) -> Any:
-    if not isinstance(x, np.ndarray):
-        return x
     if x.dtype.itemsize == 1:
         return torch.from_numpy(x.view(np.uint8)).cuda().view(getattr(torch, x.dtype.name))
     return torch.from_numpy(x).cuda()
@@ -331,11 +314,11 @@ def _torch_of(torch: Any, x: Any) -> Any:
 
 @of_one_kind
 def test_torch_tensors(torch: Any) -> None:
-    case = Case((200, 300), (4, 2), (128, 128), (E4M3, E5M2, E4M3), (3, 0, None))
+    case = Case((200, 300), (4, 2), (128, 128), (E4M3, E5M2, E4M3), (3, 0, "number"))
     arrays, scales = case.arrays(), case.scales()
     expected = cuflash.attention(*map(to_gpu, arrays), causal=True, **named(scales))
     tensors = [_torch_of(torch, x) for x in arrays]
-    own = {f"{role}_scale": _torch_of(torch, x) for role, x in zip("qkv", scales, strict=True)}
+    own = scale_options(scales, partial(_torch_of, torch))
     out = cuflash.attention(*tensors, causal=True, **own)
     assert out.dtype is torch.bfloat16
     assert_same_bits(out.view(torch.int16).cpu().numpy().view(np.uint16), expected)
@@ -345,7 +328,7 @@ def test_captured_in_a_graph(torch: Any) -> None:
     """After a warm-up; scales in arrays may change between replays."""
     case = Case((300, 400), (4, 2), (128, 128), axes=(3, 3, 3))
     tensors = [_torch_of(torch, x) for x in case.arrays()]
-    own = {f"{role}_scale": _torch_of(torch, x) for role, x in zip("qkv", case.scales(), strict=True)}
+    own = scale_options(case.scales(), partial(_torch_of, torch))
     cuflash.warmup(*tensors, causal=True, **own)
     call: Callable[[], Any] = lambda: cuflash.attention(*tensors, causal=True, **own)  # noqa: E731
     expected = call()
@@ -366,13 +349,10 @@ def test_jax_arrays() -> None:
     jax = pytest.importorskip("jax")
     if jax.default_backend() != "gpu":
         pytest.skip("JAX sees no GPU")
-    case = Case((200, 300), (2, 2), (64, 64), (E4M3, E5M2, E4M3), (3, None, 0))
+    case = Case((200, 300), (2, 2), (64, 64), (E4M3, E5M2, E4M3), (3, "number", 0))
     arrays, scales = case.arrays(), case.scales()
     expected = cuflash.attention(*map(to_gpu, arrays), causal=True, **named(scales))
-    own = {
-        f"{r}_scale": jax.numpy.asarray(x) if isinstance(x, np.ndarray) else x
-        for r, x in zip("qkv", scales, strict=True)
-    }
+    own = scale_options(scales, jax.numpy.asarray)
     out = cuflash.attention(*map(jax.numpy.asarray, arrays), causal=True, **own)
     assert isinstance(out, jax.Array)
     assert_same_bits(np.asarray(out).view(np.uint16), expected)

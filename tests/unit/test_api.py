@@ -18,7 +18,8 @@ import cuflash
 from cuflash import kernels
 from cuflash.kernels import select_config
 from cuflash.problem import AttentionProblem
-from tests.oracle import DTYPES, assert_lse, oracle, poisoned, randn
+from tests.operands import draw_qkv
+from tests.oracle import DTYPES, assert_lse, oracle, poisoned
 from tests.unit import fake_gpu
 from tests.unit.fake_gpu import FakeGpu
 
@@ -44,9 +45,7 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
 
 def draw(seed: int, lengths: tuple[int, int], heads=(2, 2), dims=(16, 16), dtype="float16", batch=1):
     """q, k, v in the layout bshd, in host memory."""
-    rng = np.random.default_rng(seed)
-    q = randn(rng, (batch, lengths[0], heads[0], dims[0]), dtype)
-    return q, *(randn(rng, (batch, lengths[1], heads[1], d), dtype) for d in dims)
+    return draw_qkv(np.random.default_rng(seed), lengths, heads, dims, dtype, batch)
 
 
 def bhsd(*arrays: np.ndarray) -> list[np.ndarray]:

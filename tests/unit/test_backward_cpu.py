@@ -17,6 +17,7 @@ from cuflash import cpu
 from cuflash.cpu_backward import attention_backward_cpu
 from cuflash.reference import oracle_backward
 from tests.gradients import Backward, assert_gradients, ordinary_backward, run
+from tests.operands import draw_qkv
 from tests.oracle import DTYPES, judge, poisoned, randn, strided_copy
 
 CAUSAL = (False, "bottom_right", "top_left")
@@ -27,8 +28,7 @@ SMALL_TILES = {"TILE_ROWS": 8, "TILE_KEYS": 7, "TILE_ELEMENTS": 1500}
 def draw(seed, lengths, heads=(2, 1), dims=(8, 6), dtype="float32", batch=2, causal=False, scale=None, dlse=True):
     """Random arguments, with the output and LSE that the forward pass gives for them."""
     rng = np.random.default_rng(seed)
-    q = randn(rng, (batch, heads[0], lengths[0], dims[0]), dtype)
-    k, v = (randn(rng, (batch, heads[1], lengths[1], d), dtype) for d in dims)
+    q, k, v = draw_qkv(rng, lengths, heads, dims, dtype, batch, "bhsd")
     dout = randn(rng, (*q.shape[:3], dims[1]), dtype)
     arriving = rng.standard_normal(q.shape[:3]) if dlse else None
     return finish(dout, q, k, v, arriving, causal, scale)

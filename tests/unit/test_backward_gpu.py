@@ -21,6 +21,7 @@ from cuflash.backward_plan import Workspace
 from cuflash.problem import AttentionProblem
 from cuflash.reference import oracle
 from tests.gradients import Backward, assert_gradients
+from tests.operands import draw_qkv
 from tests.oracle import poisoned, randn
 from tests.unit import fake_gpu
 from tests.unit.fake_gpu import FakeGpu
@@ -47,8 +48,7 @@ def draw(
 ) -> dict[str, np.ndarray]:
     """Arguments in the layout bhsd."""
     rng = np.random.default_rng(0)
-    q = randn(rng, (2, heads[0], lengths[0], dims[0]), dtype)
-    k, v = (randn(rng, (2, heads[1], lengths[1], d), dtype) for d in dims)
+    q, k, v = draw_qkv(rng, lengths, heads, dims, dtype, 2, "bhsd")
     out, lse = oracle(q, k, v, causal=causal)
     arrays = {"dout": randn(rng, out.shape, dtype), "q": q, "k": k, "v": v, "out": out.astype(q.dtype)}
     return arrays | {

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cuflash
+from tests.operands import draw_qkv
 from tests.oracle import DTYPES, assert_accurate, assert_lse, poisoned, randn
 
 CAUSAL = (False, True, "bottom_right", "top_left")
@@ -21,9 +22,7 @@ DTYPE = pytest.mark.parametrize("dtype", DTYPES)
 
 def draw(seed, lengths, heads=(2, 2), dims=(16, 16), dtype="float32", batch=1):
     """q, k, v in the layout bshd."""
-    rng = np.random.default_rng(seed)
-    q = randn(rng, (batch, lengths[0], heads[0], dims[0]), dtype)
-    return q, *(randn(rng, (batch, lengths[1], heads[1], d), dtype) for d in dims)
+    return draw_qkv(np.random.default_rng(seed), lengths, heads, dims, dtype, batch)
 
 
 def check(q, k, v, causal=False, scale=None):

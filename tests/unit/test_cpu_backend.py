@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from ml_dtypes import bfloat16
 
 from cuflash import cpu
-from tests.oracle import DTYPES, assert_accurate, assert_lse, judge, oracle, ordinary, poisoned, randn, strided_copy
+from tests.operands import draw_qkv
+from tests.oracle import DTYPES, assert_accurate, assert_lse, judge, oracle, ordinary, poisoned, strided_copy
 
 CAUSAL = (False, "bottom_right", "top_left")
 
@@ -25,9 +26,7 @@ def attend(q, k, v, causal=False, scale=0.3):
 
 
 def draw(seed, lengths, heads=(2, 1), dims=(8, 6), dtype="float32", batch=2):
-    rng = np.random.default_rng(seed)
-    q = randn(rng, (batch, heads[0], lengths[0], dims[0]), dtype)
-    return q, *(randn(rng, (batch, heads[1], lengths[1], d), dtype) for d in dims)
+    return draw_qkv(np.random.default_rng(seed), lengths, heads, dims, dtype, batch, "bhsd")
 
 
 @pytest.fixture(params=[(4, 3, 1), (6, 4, 300), (512, 512, 1 << 18)], ids=lambda tiles: "x".join(map(str, tiles)))

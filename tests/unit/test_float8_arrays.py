@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 import cuflash
 from cuflash import driver, float8_attention, jit, prepare_plan
 from cuflash.fp8 import FORMATS
-from cuflash.fp8_layout import TILE
+from tests.fp8 import decoded
+from tests.operands import draw_codes, draw_scales, scale_options, shapes_of
 from tests.oracle import oracle
 from tests.unit import fake_gpu
 from tests.unit.fake_gpu import FakeGpu
@@ -44,49 +45,17 @@ def draw(
     seed: int = 0,
 ) -> list[np.ndarray]:
     """Off their centre."""
-    rng, found = np.random.default_rng(seed), []
-    for role, form in zip("qkv", forms, strict=True):
-        seq, count = lengths[role != "q"], heads[role != "q"]
-        shape = (batch, seq, count, dims[role == "v"])
-        shape = shape if layout == "bshd" else tuple(shape[axis] for axis in (0, 2, 1, 3))
-        found.append((rng.standard_normal(shape, np.float32) + np.float32(0.3)).astype(getattr(ml_dtypes, form)))
-    return found
+    return draw_codes(np.random.default_rng(seed), shapes_of(lengths, heads, dims, batch, layout), forms, center=0.3)
 
 
 def scales_of(arrays: list[np.ndarray], axes: tuple[Any, Any, Any], layout: str = "bshd", seed: int = 1) -> list[Any]:
-    rng, found = np.random.default_rng(seed), []
-    for x, kind in zip(arrays, axes, strict=True):
-        batch, seq, heads = (x.shape[axis] for axis in ((0, 1, 2) if layout == "bshd" else (0, 2, 1)))
-        shape = (batch, heads, -(-seq // TILE))
-        if kind is None:
-            found.append(None)
-        elif kind == "number":
-            found.append(float(rng.uniform(0.2, 2)))
-        else:
-            found.append(rng.uniform(0.2, 2, shape[:kind]).astype(np.float32))
-    return found
-
-
-def named(scales: list[Any], place: Any = lambda x: x) -> dict[str, Any]:
-    """As keyword arguments; arrays where ``place`` puts them."""
-    pairs = zip(("q_scale", "k_scale", "v_scale"), scales, strict=True)
-    return {name: place(x) if isinstance(x, np.ndarray) else x for name, x in pairs}
-
-
-def real(x: np.ndarray, scale: Any, layout: str = "bshd") -> np.ndarray:
-    """(batch, heads, seq, dim), by the definition."""
-    values = x.astype(np.float64)
-    values = values.swapaxes(1, 2) if layout == "bshd" else values
-    factors = np.asarray(1.0 if scale is None else scale, np.float32).astype(np.float64)
-    factors = np.broadcast_to(
-        factors.reshape(factors.shape + (1,) * (3 - factors.ndim)), (*values.shape[:2], -(-values.shape[2] // TILE))
-    )
-    return values * np.repeat(factors, TILE, axis=2)[:, :, : values.shape[2], None]
+    sizes = [tuple(x.shape[axis] for axis in ((0, 2, 1) if layout == "bshd" else (0, 1, 2))) for x in arrays]
+    return draw_scales(np.random.default_rng(seed), sizes, axes, 0.2, 2)  # type: ignore[arg-type]
 
 
 def assert_right(found: Any, arrays: list[np.ndarray], scales: list[Any], layout: str = "bshd", **options: Any) -> None:
     out, lse = found
-    expected, expected_lse = oracle(*(real(x, s, layout) for x, s in zip(arrays, scales, strict=True)), **options)
+    expected, expected_lse = oracle(*(decoded(x, s, layout) for x, s in zip(arrays, scales, strict=True)), **options)
     expected = expected.swapaxes(1, 2) if layout == "bshd" else expected
     tolerance = 5e-3 if out.dtype == ml_dtypes.bfloat16 else 7e-4
     np.testing.assert_allclose(out.astype(np.float64), expected, atol=3e-4, rtol=tolerance)
@@ -103,7 +72,7 @@ def test_scales(axes: tuple[Any, Any, Any], layout: str, causal: Any) -> None:
     arrays = draw(layout=layout)
     scales = scales_of(arrays, axes, layout)
     found = cuflash.attention(
-        *arrays, causal=causal, layout=layout, return_lse=True, out_dtype="float32", **named(scales)
+        *arrays, causal=causal, layout=layout, return_lse=True, out_dtype="float32", **scale_options(scales)
     )
     assert_right(found, arrays, scales, layout, causal=causal)
 
@@ -124,7 +93,7 @@ def test_anything(
 ) -> None:
     arrays = [x[:, ::step] for x in draw(lengths, dims, heads, forms, seed=seed)]
     scales = scales_of(arrays, axes, seed=seed)
-    found = cuflash.attention(*arrays, causal=causal, return_lse=True, out_dtype="float32", **named(scales))
+    found = cuflash.attention(*arrays, causal=causal, return_lse=True, out_dtype="float32", **scale_options(scales))
     assert_right(found, arrays, scales, causal=causal)
 
 
@@ -151,7 +120,9 @@ def test_codes_are_what_the_quantizer_writes() -> None:
     )
     expected = cuflash.attention(q8, k8, v8, causal=True, out_dtype="float32")
     codes = [x.to_rows().float8() for x in (q8, k8, v8)]
-    found = cuflash.attention(*codes, causal=True, out_dtype="float32", **named([x.scales for x in (q8, k8, v8)]))
+    found = cuflash.attention(
+        *codes, causal=True, out_dtype="float32", **scale_options([x.scales for x in (q8, k8, v8)])
+    )
     np.testing.assert_array_equal(found, expected)
 
 
@@ -182,8 +153,10 @@ def assert_close(gpu: FakeGpu, found: Any, expected: Any) -> None:
 
 def both(gpu: FakeGpu, arrays: list[np.ndarray], scales: list[Any], **options: Any) -> Any:
     """Runs on the GPU, and compares with the CPU."""
-    expected = cuflash.attention(*arrays, return_lse=True, **{**options, "out_dtype": "float32"}, **named(scales))
-    found = cuflash.attention(*map(gpu.array, arrays), return_lse=True, **options, **named(scales, gpu.array))
+    expected = cuflash.attention(
+        *arrays, return_lse=True, **{**options, "out_dtype": "float32"}, **scale_options(scales)
+    )
+    found = cuflash.attention(*map(gpu.array, arrays), return_lse=True, **options, **scale_options(scales, gpu.array))
     assert_close(gpu, found, expected)
     return found[0]
 
@@ -317,7 +290,7 @@ def test_the_lse_makes_no_difference_to_the_result(gpu: FakeGpu, on_gpu: bool) -
     """Scales count once, with it and without."""
     arrays = draw()
     place, host = (gpu.array, gpu.host) if on_gpu else (lambda x: x, lambda x: x)
-    scales = named(scales_of(arrays, (3, "number", 0)), place)
+    scales = scale_options(scales_of(arrays, (3, "number", 0)), place)
     with_lse, _ = cuflash.attention(*map(place, arrays), return_lse=True, **scales)
     alone = cuflash.attention(*map(place, arrays), **scales)
     np.testing.assert_array_equal(host(alone), host(with_lse))
@@ -338,7 +311,7 @@ def test_nothing_to_compute(gpu: FakeGpu) -> None:
     for lengths in ((0, 5), (5, 0), (0, 0)):
         arrays = draw(lengths)
         out, lse = cuflash.attention(
-            *map(gpu.array, arrays), return_lse=True, **named(scales_of(arrays, (3, 2, 3)), gpu.array)
+            *map(gpu.array, arrays), return_lse=True, **scale_options(scales_of(arrays, (3, 2, 3)), gpu.array)
         )
         assert out.shape == (2, lengths[0], 4, 48)
         assert (gpu.host(out) == 0).all() and (gpu.host(lse) == -np.inf).all()
@@ -351,7 +324,7 @@ def test_what_is_no_scale_becomes_nan(gpu: FakeGpu) -> None:
     for which, bad in product(range(3), (0.0, -1.0, np.inf, 2.0**120)):
         scales = scales_of(arrays, (2, 2, 2))
         scales[which][0, 1] = bad
-        out = cuflash.attention(*map(gpu.array, arrays), **named(scales, gpu.array))
+        out = cuflash.attention(*map(gpu.array, arrays), **scale_options(scales, gpu.array))
         nan = np.isnan(gpu.host(out).astype(np.float32)).all(axis=(1, 3))
         np.testing.assert_array_equal(nan, [[False, True], [False, False]])
 
@@ -361,7 +334,7 @@ def test_devices_and_streams(gpu: FakeGpu) -> None:
     arrays = draw()
     place = lambda x: gpu.array(x, device=1)  # noqa: E731
     for _ in range(2):
-        out = cuflash.attention(*map(place, arrays), **named(scales_of(arrays, (3, 2, 0)), place))
+        out = cuflash.attention(*map(place, arrays), **scale_options(scales_of(arrays, (3, 2, 0)), place))
         assert gpu.device == 0 and out.data.device_id == 1
     assert {(launch.stream, launch.loaded.device) for launch in gpu.launches} == {(77, 1)}
 
@@ -373,11 +346,11 @@ def test_equal_calls_are_hits(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> 
         arrays = draw(seed=seed)
         calls.append((arrays, scales_of(arrays, (3, "number", 0), seed=seed)))
     options: dict[str, Any] = {"causal": True, "return_lse": True}
-    expected = [cuflash.attention(*a, **options, out_dtype="float32", **named(s)) for a, s in calls]
+    expected = [cuflash.attention(*a, **options, out_dtype="float32", **scale_options(s)) for a, s in calls]
 
     def call(index: int) -> Any:
         arrays, scales = calls[index]
-        return cuflash.attention(*map(gpu.array, arrays), **options, **named(scales, gpu.array))
+        return cuflash.attention(*map(gpu.array, arrays), **options, **scale_options(scales, gpu.array))
 
     call(0)
 
@@ -430,7 +403,7 @@ def test_warmup_and_explain(gpu: FakeGpu) -> None:
     for dims, axes in (((64, 48), (None,) * 3), ((33, 48), (3, "number", 0))):
         arrays = draw(dims=dims)
         operands = [gpu.array(x) for x in arrays]
-        options = {"causal": True, "return_lse": True, **named(scales_of(arrays, axes), gpu.array)}
+        options = {"causal": True, "return_lse": True, **scale_options(scales_of(arrays, axes), gpu.array)}
         gpu.launches.clear()
         ready = cuflash.warmup(*operands, **options)
         assert not gpu.launches and len(ready) == 2
@@ -473,7 +446,7 @@ def test_explain_says_what_the_operands_are() -> None:
     for options, call, missing in (
         ({}, "result bfloat16, precision fp8", "not given, so 1: q_scale, k_scale, v_scale"),
         ({"q_scale": 1.0, "out_dtype": "float16"}, "result float16, precision fp8", "so 1: k_scale, v_scale"),
-        ({"precision": "fp8-fast", **named([1.0] * 3)}, "result bfloat16, precision fp8-fast", None),
+        ({"precision": "fp8-fast", **scale_options([1.0] * 3)}, "result bfloat16, precision fp8-fast", None),
     ):
         for arch in (None, "sm_90"):
             explained = cuflash.explain(*arrays, **options, arch=arch)  # type: ignore[arg-type]
@@ -624,15 +597,18 @@ def test_torch_tensors(monkeypatch: pytest.MonkeyPatch, dims: tuple[int, int], o
     torch = pytest.importorskip("torch")
     arrays = draw(dims=dims, forms=(E4M3, E5M2, E4M3))
     scales = scales_of(arrays, (3, "number", 0))
-    expected = cuflash.attention(*arrays, causal=True, return_lse=True, out_dtype="float32", **named(scales))
+    expected = cuflash.attention(*arrays, causal=True, return_lse=True, out_dtype="float32", **scale_options(scales))
     gpu = fake_gpu.install_for_torch(monkeypatch) if on_gpu else None
     try:
         for _ in range(2):
             out, lse = cuflash.attention(
-                *map(as_torch, arrays), causal=True, return_lse=True, **named(scales, as_torch)
+                *map(as_torch, arrays), causal=True, return_lse=True, **scale_options(scales, as_torch)
             )
         target = torch.zeros_like(out)
-        assert cuflash.attention(*map(as_torch, arrays), causal=True, out=target, **named(scales, as_torch)) is target
+        assert (
+            cuflash.attention(*map(as_torch, arrays), causal=True, out=target, **scale_options(scales, as_torch))
+            is target
+        )
     finally:
         if gpu is not None:
             fake_gpu.remove(gpu)
@@ -675,10 +651,12 @@ def test_jax_arrays(axes: tuple[Any, Any, Any]) -> None:
     jax = pytest.importorskip("jax")
     arrays = draw(forms=(E4M3, E5M2, E4M3))
     scales = scales_of(arrays, axes)
-    expected = cuflash.attention(*arrays, causal=True, **named(scales))
-    out = cuflash.attention(*map(jax.numpy.asarray, arrays), causal=True, **named(scales, jax.numpy.asarray))
+    expected = cuflash.attention(*arrays, causal=True, **scale_options(scales))
+    out = cuflash.attention(*map(jax.numpy.asarray, arrays), causal=True, **scale_options(scales, jax.numpy.asarray))
     assert isinstance(out, jax.Array) and (np.asarray(out) == expected).all()
-    explained = cuflash.explain(*map(jax.numpy.asarray, arrays), **named(scales, jax.numpy.asarray), arch="sm_90")
+    explained = cuflash.explain(
+        *map(jax.numpy.asarray, arrays), **scale_options(scales, jax.numpy.asarray), arch="sm_90"
+    )
     assert [kernel.family for kernel in explained.kernels] == ["prepare", "forward_fp8_sm90"]
 
 
@@ -724,11 +702,11 @@ def test_other_producers() -> None:
     pytest.importorskip("torch")
     arrays = draw(forms=(E4M3, E5M2, E4M3))
     scales = scales_of(arrays, (3, "number", 0))
-    expected = cuflash.attention(*arrays, causal=True, **named(scales))
+    expected = cuflash.attention(*arrays, causal=True, **scale_options(scales))
     wrap = lambda x: Producer(as_torch(x))  # noqa: E731
     with pytest.raises(TypeError, match="q has dtype float16; accepted are q, k and v of float8_e4m3fn"):
         cuflash.attention(*(wrap(x.astype(np.float16)) for x in arrays), q_scale=0.5)
-    out = cuflash.attention(*map(wrap, arrays), causal=True, **named(scales, wrap))
+    out = cuflash.attention(*map(wrap, arrays), causal=True, **scale_options(scales, wrap))
     assert type(out) is np.ndarray and (out == expected).all()
     plain = cuflash.attention(*map(wrap, arrays), causal=True)
     assert (plain == cuflash.attention(*arrays, causal=True)).all()

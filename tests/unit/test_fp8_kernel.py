@@ -11,16 +11,17 @@ from typing import Any
 
 import pytest
 
-from cuflash import driver, kernels, params
+from cuflash import driver, kernels
 from cuflash.arch import ARCHES
 from cuflash.arch.fp8_sm90 import FORWARD
 from cuflash.cli.compile import kernel_jobs
 from cuflash.cli.problems import add_problem_options, problem_from
-from cuflash.fp8_plan import Fp8Addresses, Fp8Call, make_plan
+from cuflash.fp8_plan import Fp8Call, make_plan
 from cuflash.fp8_sm90_config import MOST_TWO_LEVEL, Fp8Sm90Config
 from cuflash.problem import MASKS, AttentionProblem
 from cuflash.render import dump_command, render
 from tests.unit import fake_gpu
+from tests.unit.fp8_calls import ADDRESSES, assert_said, call_of
 from tests.unit.test_hopper_protocol import MODELLED, hand_overs
 
 PROBLEM = AttentionProblem(128, 128, "bfloat16", "causal", 16, False, "sm_90a", input_dtype="float8_e4m3fn")
@@ -264,19 +265,6 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> fake_gpu.FakeGpu:
     return fake_gpu.install(monkeypatch, execute=False, multiprocessors=132)
 
 
-def call_of(**changes: Any) -> Fp8Call:
-    batch, heads, heads_k, n, nk, d, dv = 2, 8, 2, 1000, 777, 64, 80
-    base = Fp8Call(
-        batch, heads, heads_k, n, nk, d, dv, "bfloat16", nk - n, 0.125,
-        (n * heads * d, heads * d, d), (nk * heads_k * d, heads_k * d, d), (n * heads * dv * 2, heads * dv * 2, dv * 2),
-        "sm_90a",
-    )  # fmt: skip
-    return base._replace(**changes)
-
-
-ADDRESSES = Fp8Addresses(*(0x10000 * i for i in range(3, 11)))
-
-
 def launched(gpu: fake_gpu.FakeGpu, call: Fp8Call) -> fake_gpu.Launch:
     make_plan(call, 0).launch(0x10000, 0x20000, ADDRESSES, 77)
     return gpu.launches[-1]
@@ -289,15 +277,8 @@ def test_a_plan_launches_what_the_call_says(gpu: fake_gpu.FakeGpu) -> None:
     assert isinstance(config, Fp8Sm90Config) and launch.stream == 77
     tiles = 2 * 8 * -(-1000 // config.block_m)
     assert launch.grid == (min(132, tiles), 1, 1) and launch.block == (config.threads, 1, 1)
-    for name, value in ADDRESSES._asdict().items():
-        assert values[name] == value, name
-    assert values["tile_counter"] == 0
-    assert (values["seqlen_q"], values["seqlen_k"], values["causal_offset"]) == (1000, 777, -223)
-    assert (values["q_tiles"], values["k_tiles"], values["kv_heads"]) == (8, 7, 2)
-    assert values["heads"] == params.fast_div(8) and values["group"] == params.fast_div(4)
-    assert (values["tiles"], values["batch_heads"]) == (tiles, 16)
-    assert values["scale_log2"] == pytest.approx(0.125 * 1.4426950408889634)
-    assert [values[f"out_{axis}_stride"] for axis in ("batch", "seq", "head")] == [1000 * 8 * 80, 8 * 80, 80]
+    assert_said(values)
+    assert (values["tile_counter"], values["tiles"]) == (0, tiles)
     q, k, out = (values[f"{name}_map"] for name in ("q", "k", "out"))
     assert q == (0x10000, "uint8", (64, 1000, 8, 2), (512, 64, 512000), 64)
     assert k == (0x20000, "uint8", (64, 777, 2, 2), (128, 64, 128 * 777), 128)

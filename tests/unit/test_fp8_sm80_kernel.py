@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from typing import Any
 
 import pytest
 
-from cuflash import kernels, params
+from cuflash import kernels
 from cuflash.arch import ARCHES
 from cuflash.arch.fp8_sm80 import FORWARD
-from cuflash.fp8_plan import Fp8Addresses, Fp8Call, make_plan
+from cuflash.fp8_plan import make_plan
 from cuflash.fp8_sm80_config import Fp8Sm80Config
 from cuflash.problem import INPUT_DTYPES, MASKS, AttentionProblem, InputDtype
 from cuflash.render import dump_command, render
-from tests.unit import fake_gpu
+from tests.unit import fake_gpu, fp8_calls
+from tests.unit.fp8_calls import ADDRESSES, assert_said
 
 TARGETS = tuple(arch for arch in ARCHES if arch != "sm_90a")
 PROBLEM = AttentionProblem(128, 128, "bfloat16", "causal", 16, False, "sm_89", input_dtype="float8_e4m3fn")
@@ -160,17 +162,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> fake_gpu.FakeGpu:
     return fake_gpu.install(monkeypatch, execute=False, multiprocessors=142, capability=(8, 9))
 
 
-def call_of(**changes: Any) -> Fp8Call:
-    batch, heads, heads_k, n, nk, d, dv = 2, 8, 2, 1000, 777, 64, 80
-    base = Fp8Call(
-        batch, heads, heads_k, n, nk, d, dv, "bfloat16", nk - n, 0.125,
-        (n * heads * d, heads * d, d), (nk * heads_k * d, heads_k * d, d), (n * heads * dv * 2, heads * dv * 2, dv * 2),
-        "sm_89",
-    )  # fmt: skip
-    return base._replace(**changes)
-
-
-ADDRESSES = Fp8Addresses(*(0x10000 * i for i in range(3, 11)))
+call_of = partial(fp8_calls.call_of, arch="sm_89")
 
 
 def test_a_plan_launches_what_the_call_says(gpu: fake_gpu.FakeGpu) -> None:
@@ -181,17 +173,11 @@ def test_a_plan_launches_what_the_call_says(gpu: fake_gpu.FakeGpu) -> None:
     m_tiles = -(-1000 // config.block_m)
     assert launch.grid == (16, m_tiles, 1) and launch.block == (config.threads, 1, 1)
     assert launch.smem_bytes == config.smem_bytes(launch.loaded.problem)
-    for name, value in (ADDRESSES._asdict() | {"q": 0x10000, "k": 0x20000}).items():
-        assert values[name] == value, name
-    assert (values["seqlen_q"], values["seqlen_k"], values["causal_offset"]) == (1000, 777, -223)
-    assert (values["q_tiles"], values["k_tiles"], values["kv_heads"]) == (8, 7, 2)
-    assert values["heads"] == params.fast_div(8) and values["group"] == params.fast_div(4)
-    assert (values["m_tiles"], values["first_tile"], values["batch_heads"]) == (m_tiles, 0, 16)
-    assert values["scale_log2"] == pytest.approx(0.125 * 1.4426950408889634)
-    strides = {
-        name: [values[f"{name}_{axis}_stride"] for axis in ("batch", "seq", "head")] for name in ("q", "k", "out")
-    }
-    assert strides == {"q": [512000, 512, 64], "k": [128 * 777, 128, 64], "out": [1000 * 8 * 80, 8 * 80, 80]}
+    assert_said(values)
+    assert (values["q"], values["k"]) == (0x10000, 0x20000)
+    assert (values["m_tiles"], values["first_tile"]) == (m_tiles, 0)
+    strides = {name: [values[f"{name}_{axis}_stride"] for axis in ("batch", "seq", "head")] for name in ("q", "k")}
+    assert strides == {"q": [512000, 512, 64], "k": [128 * 777, 128, 64]}
 
 
 def test_a_long_call_is_several_launches(gpu: fake_gpu.FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import cuflash
-from cuflash import api, driver, jit, settings
+from cuflash import api, driver, forward_plan, jit, settings
 from tests.unit import fake_gpu
 from tests.unit.fake_gpu import FakeGpu
 
@@ -50,7 +50,8 @@ def test_equal_calls_are_hits(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> 
 
     for name in ("make_request", "kind_of", "check_apart"):
         monkeypatch.setattr(api, name, cold)
-    for name in ("make_plan", "kernel_for", "remember"):
+    monkeypatch.setattr(forward_plan, "make_plan", cold)
+    for name in ("kernel_for", "remember"):
         monkeypatch.setattr(jit, name, cold)
     monkeypatch.setattr(jit, "_table_lock", None)
     monkeypatch.setattr(settings, "read_settings", cold)

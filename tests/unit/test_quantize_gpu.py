@@ -12,7 +12,8 @@ import pytest
 
 import cuflash
 from cuflash import jit, quantize_plan
-from tests.oracle import randn, strided_copy
+from tests.operands import draw_qkv
+from tests.oracle import strided_copy
 from tests.unit import fake_gpu
 from tests.unit.fake_gpu import FakeGpu
 
@@ -25,9 +26,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
 
 
 def draw(lengths: tuple[int, int] = (130, 300), dims: tuple[int, int] = (64, 40), dtype: str = "float16") -> list[Any]:
-    rng = np.random.default_rng(0)
-    shapes = ((2, lengths[0], 4, dims[0]), (2, lengths[1], 2, dims[0]), (2, lengths[1], 2, dims[1]))
-    return [randn(rng, shape, dtype) + np.ones((), np.float16).astype(dtype) for shape in shapes]
+    drawn = draw_qkv(np.random.default_rng(0), lengths, (4, 2), dims, dtype, batch=2)
+    return [x + np.ones((), np.float16).astype(dtype) for x in drawn]
 
 
 def assert_same(gpu: FakeGpu, found: cuflash.QuantizedTensor, expected: cuflash.QuantizedTensor) -> None:

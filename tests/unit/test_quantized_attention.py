@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 import cuflash
 from cuflash import cpu
 from cuflash.fp8 import FORMATS
-from tests.oracle import DTYPES, oracle, randn
+from tests.operands import draw_qkv
+from tests.oracle import DTYPES, oracle
 from tests.readme import example
 
 CAUSAL = (False, "bottom_right", "top_left")
@@ -32,9 +33,7 @@ def draw(
     dtype: str = "float32",
     batch: int = 2,
 ) -> list[np.ndarray]:
-    rng = np.random.default_rng(seed)
-    shapes = ((lengths[0], heads[0], dims[0]), (lengths[1], heads[1], dims[0]), (lengths[1], heads[1], dims[1]))
-    return [randn(rng, (batch, *shape), dtype) for shape in shapes]
+    return draw_qkv(np.random.default_rng(seed), lengths, heads, dims, dtype, batch)
 
 
 def assert_quantized_function(quantized: Any, *, layout: str = "bshd", causal: Any = False, scale: Any = None) -> None:

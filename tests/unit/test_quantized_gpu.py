@@ -15,10 +15,11 @@ import numpy as np
 import pytest
 
 import cuflash
-from cuflash import driver, jit, kernels, quantized_attention, quantized_plan
+from cuflash import driver, jit, kernels, quantized_attention, quantized_call, quantized_plan
 from cuflash.arch import fp8_sm80
 from cuflash.fp8 import FORMATS
-from tests.oracle import randn
+from tests.operands import draw_qkv
+from tests.oracle import DTYPES
 from tests.unit import fake_gpu
 from tests.unit.fake_gpu import FakeGpu
 
@@ -39,13 +40,8 @@ def draw(
     dtype: str = "float16",
 ) -> list[Any]:
     """Off their centre, so that a mean that is forgotten shows."""
-    rng = np.random.default_rng(0)
-    rows = ((lengths[0], heads[0], dims[0]), (lengths[1], heads[1], dims[0]), (lengths[1], heads[1], dims[1]))
-    return [(randn(rng, (2, *shape), "float32") + np.float32(0.5)).astype(_dtype(dtype)) for shape in rows]
-
-
-def _dtype(name: str) -> Any:
-    return np.dtype(ml_dtypes.bfloat16) if name == "bfloat16" else np.dtype(name)
+    drawn = draw_qkv(np.random.default_rng(0), lengths, heads, dims, "float32", batch=2)
+    return [(x + np.float32(0.5)).astype(DTYPES[dtype]) for x in drawn]
 
 
 def tasks(gpu: FakeGpu) -> list[str]:
@@ -169,7 +165,7 @@ def test_scales(gpu: FakeGpu, scale: float) -> None:
 @pytest.mark.parametrize("out_dtype", ["float16", "bfloat16", np.float16])
 def test_out_dtype(gpu: FakeGpu, out_dtype: Any) -> None:
     out = cuflash.attention(*map(gpu.array, draw(dtype="bfloat16")), precision="fp8", out_dtype=out_dtype)
-    assert out.dtype == _dtype("bfloat16" if out_dtype == "bfloat16" else "float16")
+    assert out.dtype == DTYPES["bfloat16" if out_dtype == "bfloat16" else "float16"]
     assert gpu.launches[-1].loaded.problem.dtype == out.dtype.name
 
 
@@ -242,8 +238,9 @@ def test_equal_calls_are_hits(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> 
     def cold(*_: Any, **__: Any) -> Any:
         raise AssertionError("the cold path")
 
-    for name in ("check_quantized", "request_for", "foresee"):
+    for name in ("check_quantized", "foresee"):
         monkeypatch.setattr(quantized_attention, name, cold)
+    monkeypatch.setattr(quantized_call, "request_for", cold)
     monkeypatch.setattr(quantized_plan, "plan_for", cold)
     monkeypatch.setattr(jit, "kernel_for", cold)
     for name in ("device_compute_capability", "device_properties", "multiprocessors"):
@@ -269,8 +266,9 @@ def test_equal_calls_that_quantize_are_hits(gpu: FakeGpu, monkeypatch: pytest.Mo
     def cold(*_: Any, **__: Any) -> Any:
         raise AssertionError("the cold path")
 
-    for name in ("check_quantized", "request_for", "foresee", "quantize_qkv"):
+    for name in ("check_quantized", "foresee", "quantize_qkv"):
         monkeypatch.setattr(quantized_attention, name, cold)
+    monkeypatch.setattr(quantized_call, "request_for", cold)
     for name in ("device_compute_capability", "device_properties", "multiprocessors"):
         monkeypatch.setattr(driver, name, cold)
     for arrays, right in zip((first, second, first), (*expected, expected[0]), strict=True):

@@ -13,7 +13,7 @@ import pytest
 
 from cuflash import kernels
 from cuflash.arch import ARCHES
-from cuflash.bench import candidates, sweep
+from cuflash.bench import candidates, sweep, sweep_record
 from cuflash.bench.inputs import numpy_dtype
 from cuflash.bench.measure import Spread
 from cuflash.build import Built
@@ -273,7 +273,7 @@ def test_the_record_has_every_config_and_peer_at_each_length(tmp_path):
     }
     times = {table: 2.0, faster: 1.0, "flash": 1.5}
     found.times = {n: {name: Spread(ms, ms, ms, 5) for name, ms in times.items()} for n in (512, 1024)}
-    record, document = sweep.save(found, tmp_path / "new")
+    record, document = sweep_record.save(found, tmp_path / "new")
     assert record.name == "sweep_sm_90_d64_bfloat16_full.jsonl"
     first, *rows = map(json.loads, record.read_text().splitlines())
     assert first["table"] == table and first["sweep"]["arch"] == "sm_90"
