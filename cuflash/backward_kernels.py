@@ -129,11 +129,6 @@ def backward_grid(
 ) -> BackwardGrid:
     """Work of a backward call, in the order in which it is begun.
 
-    A section is as many heads as have their Q, dO and sums of dQ in the L2 cache together. Without a mask all tiles are
-    alike, and one head at a time keeps these the longest; but where tiles of the Ampere-style kernel add in turns,
-    those of many heads side by side wait for each other less; so do those of the Hopper kernels under a causal mask,
-    which leave each other time in the order of their start. Groups of tiles that wait for each other run together.
-
     Parameters
     ----------
     problem : AttentionProblem
@@ -149,22 +144,45 @@ def backward_grid(
         shares = _shares(group, n_tiles * batch_heads // group, multiprocessors)
     group //= shares
     heads = batch_heads // group
-    section, turn_group, turn_shift = 1, n_tiles, 0
+    turn_group, turn_shift = n_tiles, 0
     shifted = _turns(m_tiles, n_tiles, heads, multiprocessors)
     if deterministic and problem.mask == "full" and not isinstance(config, BackwardConfig) and shifted:
         turn_group, turn_shift = shifted
         section = multiprocessors // turn_group
-    elif deterministic or problem.mask == "causal":
-        row_bytes = 2 * (problem.head_dim + problem.head_dim_v) + 4 * problem.head_dim
-        section = max(1, L2_SECTION_BYTES // (group * seqlen_q * row_bytes))
-        if deterministic and problem.mask == "causal" and not isinstance(config, BackwardConfig):
-            section = max(section, min(4 * section, FEWEST_IN_TURN))
+    else:
+        section = _section(problem, config, group * seqlen_q, n_tiles, multiprocessors, deterministic)
     work_tiles, section = n_tiles * heads, min(section, heads)
     blocks, cleared_heads = work_tiles, heads
     if not isinstance(config, BackwardConfig):
         blocks = min(work_tiles, multiprocessors)
         cleared_heads = min(heads, section * -(-CLEARED_AHEAD * multiprocessors // (section * n_tiles)))
     return BackwardGrid(m_tiles, n_tiles, section, work_tiles, blocks, turn_group, turn_shift, shares, cleared_heads)
+
+
+def _section(
+    problem: AttentionProblem,
+    config: MainConfig,
+    rows: int,
+    n_tiles: int,
+    multiprocessors: int,
+    deterministic: bool,
+) -> int:
+    """Heads side by side: as many as have their Q, dO and sums of dQ, of so many rows each, in the L2 cache together.
+
+    Without a mask all tiles are alike, and one head at a time keeps these the longest. Hopper's causal sections have a
+    tile for every multiprocessor at least: the longest of the last one would be waited for. Where tiles add in turns,
+    those of many heads wait for each other less.
+    """
+    causal = problem.mask == "causal"
+    if not causal and not deterministic:
+        return 1
+    row_bytes = 2 * (problem.head_dim + problem.head_dim_v) + 4 * problem.head_dim
+    section = max(1, L2_SECTION_BYTES // (rows * row_bytes))
+    if isinstance(config, BackwardConfig) or not causal:
+        return section
+    if deterministic:
+        section = max(section, min(4 * section, FEWEST_IN_TURN))
+    return max(section, -(-multiprocessors // n_tiles))
 
 
 def _shares(group: int, tiles: int, multiprocessors: int) -> int:
