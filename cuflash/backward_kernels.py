@@ -44,8 +44,8 @@ FAMILIES = {
 HOPPER = ("backward_sm90", "backward_sm90_wide")
 """What loads by TMA; the head dims decide between them."""
 
-CLEARED_AHEAD = 2
-"""Key tiles for each multiprocessor that are begun between the clearing of a sum of dQ and the first addition to it."""
+FEW_TILES = 8
+"""Key tiles of a head up to which a causal section of a Hopper kernel is no larger than the device."""
 
 FEWEST_IN_TURN = 32
 """Heads side by side where Hopper's tiles add in turns under a causal mask, as far as four times the L2 cache goes."""
@@ -95,7 +95,8 @@ class BackwardGrid(NamedTuple):
     there are few key tiles, ``shares`` tiles of a Hopper kernel have some of the query heads of a key/value head each,
     and count as so many heads; they add up dK and dV one after the other. The sums of dQ of the first
     ``cleared_heads``, whole sections, are clear when a Hopper kernel begins; it clears those of a head while it works
-    on the tiles of the head so many before.
+    on the tiles of the head so many before. These are tiles for all multiprocessors: nobody waits for zeros, and they
+    need not stay in the L2 cache for long.
 
     With a ``turn_shift``, tiles of Hopper kernels that add to sums of dQ in turns follow each other through the query
     tiles: of ``turn_group`` neighbours each starts that many query tiles after the one before it (Qiang et al., DASH:
@@ -155,7 +156,7 @@ def backward_grid(
     blocks, cleared_heads = work_tiles, heads
     if not isinstance(config, BackwardConfig):
         blocks = min(work_tiles, multiprocessors)
-        cleared_heads = min(heads, section * -(-CLEARED_AHEAD * multiprocessors // (section * n_tiles)))
+        cleared_heads = min(heads, section * -(-multiprocessors // (section * n_tiles)))
     return BackwardGrid(m_tiles, n_tiles, section, work_tiles, blocks, turn_group, turn_shift, shares, cleared_heads)
 
 
@@ -170,8 +171,9 @@ def _section(
     """Heads side by side: as many as have their Q, dO and sums of dQ, of so many rows each, in the L2 cache together.
 
     Without a mask all tiles are alike, and one head at a time keeps these the longest. Hopper's causal sections have a
-    tile for every multiprocessor at least: the longest of the last one would be waited for. Where tiles add in turns,
-    those of many heads wait for each other less.
+    tile for every multiprocessor at least: the longest of the last one would be waited for. Of short heads they have no
+    more, so that sums are in the L2 cache from their clearing on. Where tiles add in turns, those of many heads wait
+    for each other less.
     """
     causal = problem.mask == "causal"
     if not causal and not deterministic:
@@ -180,9 +182,10 @@ def _section(
     section = max(1, L2_SECTION_BYTES // (rows * row_bytes))
     if isinstance(config, BackwardConfig) or not causal:
         return section
+    whole_device = -(-multiprocessors // n_tiles)
     if deterministic:
-        section = max(section, min(4 * section, FEWEST_IN_TURN))
-    return max(section, -(-multiprocessors // n_tiles))
+        return max(section, whole_device, min(4 * section, FEWEST_IN_TURN))
+    return whole_device if n_tiles <= FEW_TILES else max(section, whole_device)
 
 
 def _shares(group: int, tiles: int, multiprocessors: int) -> int:
