@@ -135,9 +135,7 @@ def gradients(
     key: Any
     try:
         geometry = kind.geometry
-        q_key, q_at = geometry(q)
-        k_key, k_at = geometry(k)
-        v_key, v_at = geometry(v)
+        (q_key, q_at), (k_key, k_at), (v_key, v_at) = kind.geometries(q, k, v)
         dout_key, dout_at = geometry(dout)
         out_key, out_at = geometry(out)
         lse_key, lse_at = geometry(lse)
