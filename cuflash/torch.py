@@ -287,7 +287,8 @@ def _gradients_after(told: list[Any], dout: Tensor, saved: tuple[Tensor, ...], o
     None where that is of no use.
     """
     forward, places = told
-    causal, scale, layout, deterministic = options
+    if torch.are_deterministic_algorithms_enabled():
+        options = *options[:3], True
     q, k, v, out, lse = saved
     now = [q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse.data_ptr()]
     try:
@@ -301,7 +302,6 @@ def _gradients_after(told: list[Any], dout: Tensor, saved: tuple[Tensor, ...], o
         q.stride(), k.stride(), v.stride(), out.stride(), lse.stride(),
         q.dtype, k.dtype, v.dtype, out.dtype, lse.dtype,
     )  # fmt: skip
-    options = causal, scale, layout, deterministic or torch.are_deterministic_algorithms_enabled()
     key = form, (dout_at | now[3]) & 15, now[4] & 3, options[3]
     plan, known = forward.backward.get(key, NOTHING)
     if known == lying and torch_arrays.current_device() == plan.device:
