@@ -168,15 +168,14 @@ def compute(
         options: dict[str, Any] = {"causal": causal, "scale": scale, "layout": layout, "return_lse": return_lse}
         outputs = {} if out is None else {"out": out}
         return bridge.call(lambda views: attention(**views, **options), {"q": q, "k": k, "v": v}, outputs)
+    if follow and (follower := kind.follower(q, k, v)):
+        return follower(q, k, v, causal, scale, layout, return_lse, out)
     out_key, out_at = None, 0
     key: Any
     try:
-        geometry = kind.geometry
-        q_key, q_at = geometry(q)
-        k_key, k_at = geometry(k)
-        v_key, v_at = geometry(v)
+        (q_key, q_at), (k_key, k_at), (v_key, v_at) = kind.geometries(q, k, v)
         if out is not None:
-            out_key, out_at = geometry(out)
+            out_key, out_at = kind.geometry(out)
         key = (q_key, k_key, v_key, out_key, (q_at | k_at | v_at | out_at) & 15, causal, scale, layout, return_lse)
         plan = PLANS.get(key)
     except (AttributeError, TypeError, RuntimeError):  # followed, not of this kind, or not hashable: checked below
@@ -184,8 +183,6 @@ def compute(
     if plan is None:
         if follow and is_float8(q):
             return _attend_quantized(q, k, v, causal, scale, layout, return_lse, out)
-        if follow and (follower := kind.follower((q, k, v))):
-            return follower(q, k, v, causal=causal, scale=scale, layout=layout, return_lse=return_lse, out=out)
         request = make_request((q, k, v), out, causal=causal, scale=scale, layout=layout, return_lse=return_lse)
         if request.device == CPU:
             return _attend_on_cpu(request, lse)

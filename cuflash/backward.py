@@ -135,9 +135,7 @@ def gradients(
     key: Any
     try:
         geometry = kind.geometry
-        q_key, q_at = geometry(q)
-        k_key, k_at = geometry(k)
-        v_key, v_at = geometry(v)
+        (q_key, q_at), (k_key, k_at), (v_key, v_at) = kind.geometries(q, k, v)
         dout_key, dout_at = geometry(dout)
         out_key, out_at = geometry(out)
         lse_key, lse_at = geometry(lse)
@@ -180,7 +178,9 @@ def launch(
     """
     dout, q, k, v, out, lse, dlse = arrays
     if grads is None:
-        (dq, dq_at), (dk, dk_at), (dv, dv_at) = kind.empty_like(q), kind.empty_like(k), kind.empty_like(v)
+        dq, dq_at = kind.empty_like(q)
+        dk, dk_at = kind.empty_like(k)
+        dv, dv_at = kind.empty_like(v)
         grads = dq, dk, dv
         if (dq_at | dk_at | dv_at) % plan.alignment:  # a rare allocator: plan for what it gave
             return gradients(dout, q, k, v, out, lse, dlse, options, grads)

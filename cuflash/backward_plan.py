@@ -88,7 +88,8 @@ class Launch:
         self._arguments = loaded.kernel.handle, (blocks, 1, 1), (loaded.config.threads, 1, 1), smem_bytes
 
     def start(self, stream: int, params_address: int) -> None:
-        driver.launch(*self._arguments, stream, params_address)
+        handle, grid, block, smem_bytes = self._arguments
+        driver.launch(handle, grid, block, smem_bytes, stream, params_address)
 
 
 class BackwardPlan:

@@ -379,7 +379,9 @@ def launch(
     params_address : int
         `ArgumentBuffer.address` of the parameter block.
     """
-    result = _cu.cuLaunchKernel(handle, *grid, *block, smem_bytes, stream, params_address, 0)
+    x, y, z = grid
+    threads_x, threads_y, threads_z = block
+    result = _cu.cuLaunchKernel(handle, x, y, z, threads_x, threads_y, threads_z, smem_bytes, stream, params_address, 0)
     if result[0]:
         check(result)
 

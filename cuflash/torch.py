@@ -7,7 +7,7 @@ take a `torch.autograd.Function`, which costs the host a fraction of the operato
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -26,7 +26,7 @@ from torch.autograd import forward_ad
 
 from .api import compute
 from .arrays import bridge, torch_arrays
-from .arrays.torch_arrays import LABEL, dispatch_modes, is_compiling, is_tracing, transformed
+from .arrays.torch_arrays import LABEL, dispatch_modes, is_compiling, transformed
 from .backward import gradients, launch
 from .checks import check_causal, check_flag, check_layout, check_number, check_shapes
 from .errors import UnsupportedError
@@ -107,9 +107,7 @@ def attention(
         )
     if torch.is_autocast_enabled("cuda" if q.is_cuda else "cpu"):
         q, k, v = (_autocast(x) for x in (q, k, v))
-    return attend(
-        q, k, v, causal=causal, scale=scale, layout=layout, return_lse=return_lse, out=out, deterministic=deterministic
-    )  # fmt: skip
+    return attend(q, k, v, causal, scale, layout, return_lse, out, deterministic)
 
 
 def _autocast(x: Tensor) -> Tensor:
@@ -122,7 +120,6 @@ def attend(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    *,
     causal: Any,
     scale: Any,
     layout: Any,
@@ -148,19 +145,21 @@ def attend(
             "is written into a tensor cannot be followed; leave out= away, or call under torch.no_grad() and uncompiled"
         )
     if not operators:
-        results = _differentiable(q, k, v, causal, scale, layout, deterministic)
-    elif transformed() and not compiling:
+        return _differentiable(q, k, v, (causal, scale, layout, deterministic), return_lse)
+    if transformed() and not compiling:
         results = _Attention.apply(q, k, v, causal, scale, layout, deterministic)
     else:
         results = _operator(q, k, v, *_operator_options(causal, scale, layout, deterministic))
     return results if return_lse else results[0]
 
 
+torch_arrays.attend = attend
+
 # --- autograd --------------------------------------------------------------------------------------------------
 
 
 class _Attention(torch.autograd.Function):  # type: ignore[misc]
-    """The output and the LSE, for autograd and for the transformations of ``torch.func``."""
+    """The output and the LSE, for the transformations of ``torch.func``."""
 
     @staticmethod
     def forward(q: Tensor, k: Tensor, v: Tensor, causal: Any, scale: Any, layout: Any, deterministic: Any) -> Any:
@@ -174,17 +173,7 @@ class _Attention(torch.autograd.Function):  # type: ignore[misc]
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor, dlse: Tensor) -> Any:
-        arguments = (*_arriving(dout, dlse, ctx.saved_tensors), *ctx.options)
-        compiling = is_compiling()
-        operators = compiling or transformed() or dispatch_modes() > 0
-        if operators and transformed() and not compiling:
-            grads = _Gradients.apply(*arguments)
-        elif operators or not (_in_memory(arguments[0]) and (dlse is None or _in_memory(dlse))):
-            grads = _backward_operator(*arguments[:7], *_operator_options(*ctx.options))
-        elif is_grad_enabled():
-            grads = _Gradients.apply(*arguments)
-        else:
-            grads = _gradients(*arguments)
+        grads = _gradients_of(dout, dlse, ctx.saved_tensors, ctx.options)
         return *grads, None, None, None, None  # torch drops those of inputs that need none
 
     @staticmethod
@@ -197,30 +186,29 @@ class _Attention(torch.autograd.Function):  # type: ignore[misc]
 
 
 class _Ordinary(torch.autograd.Function):  # type: ignore[misc]
-    """The same for ordinary calls, which no transformation follows.
+    """The output, and the LSE if it is asked for, of ordinary calls, which no transformation follows.
 
     On a GPU the backward pass runs in a thread of torch's, where Python takes twice its time: it uses what the forward
     call has found out about its arrays.
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, causal: Any, scale: Any, layout: Any, deterministic: Any
-    ) -> Any:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, options: tuple[Any, ...], return_lse: Any) -> Any:
+        causal, scale, layout, _ = options
         told: list[Any] = []
+        ctx.told, ctx.options = told, options
         out, lse = compute(q, k, v, causal, scale, layout, True, told=told)
-        ctx.told, ctx.options = told, (causal, scale, layout, deterministic)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.set_materialize_grads(False)
-        return out, lse
+        return (out, lse) if return_lse else out
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor, dlse: Tensor) -> Any:
-        followed = is_compiling() or transformed() or dispatch_modes() or is_tracing() or forward_ad._current_level >= 0
-        plain = ctx.told and dlse is None and dout is not None and _in_memory(dout) and not dout.is_neg()
-        if followed or is_grad_enabled() or not plain:
-            return _Attention.backward(ctx, dout, dlse)
-        return *_gradients_after(ctx.told, dout, ctx.saved_tensors, ctx.options), None, None, None, None
+    def backward(ctx: Any, dout: Tensor, dlse: Tensor = None) -> Any:
+        saved, grads = ctx.saved_tensors, None  # once: checkpointing makes them anew, and once only
+        if ctx.told and dlse is None and not (is_compiling() or transformed() or is_grad_enabled()):
+            grads = _gradients_after(ctx.told, dout, saved, ctx.options)
+        dq, dk, dv = grads or _gradients_of(dout, dlse, saved, ctx.options)
+        return dq, dk, dv, None, None
 
     jvp = _Attention.jvp
 
@@ -262,6 +250,20 @@ _in_memory: Callable[[Tensor], bool] = torch._C._has_storage
 """False for what ``torch.autograd.grad(..., is_grads_batched=True)`` passes, by another vmap than torch.func's."""
 
 
+def _gradients_of(dout: Tensor, dlse: Tensor, saved: tuple[Tensor, ...], options: Sequence[Any]) -> Any:
+    """By the operator, by autograd, or as a plain call, as torch follows the backward pass."""
+    arguments = (*_arriving(dout, dlse, saved), *options)
+    compiling = is_compiling()
+    operators = compiling or transformed() or dispatch_modes() > 0
+    if operators and transformed() and not compiling:
+        return _Gradients.apply(*arguments)
+    if operators or not (_in_memory(arguments[0]) and (dlse is None or _in_memory(dlse))):
+        return _backward_operator(*arguments[:7], *_operator_options(*options))
+    if is_grad_enabled():
+        return _Gradients.apply(*arguments)
+    return _gradients(*arguments)
+
+
 def _arriving(dout: Tensor, dlse: Tensor, saved: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """What arrives at the output and the LSE, and what was saved; no `dout` where the loss uses the LSE alone."""
     q, k, v, out, lse = saved
@@ -278,31 +280,39 @@ def _gradients(
 
 
 def _gradients_after(told: list[Any], dout: Tensor, saved: tuple[Tensor, ...], options: tuple[Any, ...]) -> Any:
-    """`_gradients`, with what the forward call told: its plan, and the addresses of q, k, v, the output and the LSE.
+    """The gradients, by what the forward call told: its plan, and the addresses of q, k, v, the output and the LSE.
 
     Where the addresses are the call's as well, as they are unless hooks have moved the tensors, only how they lie there
     is left to look at: it has changed where somebody has assigned to a tensor's ``.data``, which torch does not notice.
+    None where that is of no use.
     """
     forward, places = told
+    if torch.are_deterministic_algorithms_enabled():
+        options = *options[:3], True
     q, k, v, out, lse = saved
-    causal, scale, layout, deterministic = options
-    options = causal, scale, layout, deterministic or torch.are_deterministic_algorithms_enabled()
     now = [q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse.data_ptr()]
+    try:
+        form, dout_at = torch_arrays.geometry(dout)
+    except (AttributeError, TypeError, RuntimeError):  # nothing arrives, or what torch follows or has not in memory
+        return None
+    if now != places:
+        return None
     lying = (
         q.shape, k.shape, v.shape, out.shape, lse.shape,
         q.stride(), k.stride(), v.stride(), out.stride(), lse.stride(),
         q.dtype, k.dtype, v.dtype, out.dtype, lse.dtype,
     )  # fmt: skip
-    form, dout_at = torch_arrays.geometry(dout)
     key = form, (dout_at | now[3]) & 15, now[4] & 3, options[3]
-    plan, known = forward.backward.get(key, NOTHING) if now == places else NOTHING
+    plan, known = forward.backward.get(key, NOTHING)
     if known == lying and torch_arrays.current_device() == plan.device:
         now.insert(3, dout_at)
         now.append(0)
         return launch(torch_arrays, plan, now, (dout, q, k, v, out, lse, None), options)
+    if dout.is_neg():
+        return None
     found: list[Any] = []
     grads = gradients(dout, q, k, v, out, lse, None, options, told=found)
-    if found and now == places:
+    if found:
         remember_with(forward, key, (found[0], lying))
     return grads
 

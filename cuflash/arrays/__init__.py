@@ -75,6 +75,9 @@ class Kind(Protocol):
         The hot path: any exception means that ``x`` has to be looked at with `operand`.
         """
 
+    def geometries(self, q: Any, k: Any, v: Any, /) -> tuple[tuple[tuple[Any, ...], int], ...]:
+        """`geometry` of the three inputs of a call, at once."""
+
     def operand(self, name: str, x: Any, /) -> Operand:
         """Describe an array, or refuse it with TypeError or UnsupportedError."""
 
@@ -99,10 +102,11 @@ class Kind(Protocol):
     def untraced(self, function: Callable[..., Any], /) -> Callable[..., Any]:
         """The function, out of reach of a compiler of the framework that traces Python."""
 
-    def follower(self, arrays: tuple[Any, ...], /) -> Callable[..., Any] | None:
+    def follower(self, q: Any, k: Any, v: Any, /) -> Callable[..., Any] | None:
         """The attention to take instead where the framework follows a call, to differentiate, compile or transform it.
 
-        It takes the arguments of `cuflash.attention` and calls `cuflash.api.compute` for what it does not follow.
+        It takes q, k, v, causal, scale, layout, return_lse and out by position, and calls `cuflash.api.compute` for
+        what it does not follow. None for arrays of 8-bit floats, which have no gradients.
         """
 
     def refusal(self, arrays: Mapping[str, Any], what: str, /) -> str | None:

@@ -24,6 +24,7 @@ __all__ = [
     "empty_like",
     "fill_dead",
     "follower",
+    "geometries",
     "geometry",
     "numpy",
     "on_device",
@@ -45,6 +46,10 @@ MINUS_INFINITY_BITS = 0xFF800000
 def geometry(x: Any, /) -> tuple[tuple[Any, ...], int]:
     memory = x.data
     return (type(x), x.shape, x.strides, x.dtype, memory.device_id), memory.ptr
+
+
+def geometries(q: Any, k: Any, v: Any, /) -> tuple[tuple[tuple[Any, ...], int], ...]:
+    return geometry(q), geometry(k), geometry(v)
 
 
 def operand(name: str, x: Any, /) -> Operand:
@@ -100,7 +105,7 @@ def untraced(function: Callable[..., Any], /) -> Callable[..., Any]:
     return function
 
 
-def follower(arrays: tuple[Any, ...], /) -> Callable[..., Any] | None:
+def follower(q: Any, k: Any, v: Any, /) -> Callable[..., Any] | None:
     return None
 
 

@@ -19,6 +19,10 @@ def geometry(x: Any, /) -> tuple[tuple[Any, ...], int]:
     raise TypeError("the CPU has no launch plans")
 
 
+def geometries(q: Any, k: Any, v: Any, /) -> tuple[tuple[tuple[Any, ...], int], ...]:
+    return geometry(q), geometry(k), geometry(v)
+
+
 def operand(name: str, x: Any, /) -> Operand:
     if type(x) not in PLAIN_TYPES:
         advice = f"{name}.filled(...)" if isinstance(x, np.ma.MaskedArray) else f"numpy.asarray({name})"
@@ -72,7 +76,7 @@ def untraced(function: Callable[..., Any], /) -> Callable[..., Any]:
     return function
 
 
-def follower(arrays: tuple[Any, ...], /) -> Callable[..., Any] | None:
+def follower(q: Any, k: Any, v: Any, /) -> Callable[..., Any] | None:
     return None
 
 

@@ -15,16 +15,18 @@ from torch import is_grad_enabled
 from torch.autograd import forward_ad
 
 from ..errors import UnsupportedError
-from . import CPU, Operand, dtype_name
+from . import CPU, FLOAT8_DTYPES, Operand, dtype_name
 
 __all__ = [
     "LABEL", "PLAIN_TYPES", "copy", "current_device", "dispatch_modes", "empty", "empty_like", "fill_dead", "follower",
-    "geometry", "is_compiling", "is_tracing", "numpy", "on_device", "operand", "plain", "refusal", "stream",
+    "geometries", "geometry", "is_compiling", "numpy", "on_device", "operand", "plain", "refusal", "stream",
     "transformed", "untraced", "written",
 ]  # fmt: skip
 
 LABEL = "torch tensor"
 PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
+FLOAT8_TYPES = tuple(getattr(torch, name) for name in FLOAT8_DTYPES)
+CONTIGUOUS = torch.contiguous_format
 
 
 def _public_stream(ordinal: int, /) -> int:
@@ -46,6 +48,9 @@ is_tracing: Callable[[], bool] = torch._C._is_tracing
 dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 
 
+# The condition stands twice: of a function for it, torch.compile would make the constant True where it runs on its own.
+
+
 def geometry(x: Any, /) -> tuple[tuple[Any, ...], int]:
     if (
         (x.requires_grad and is_grad_enabled())
@@ -58,13 +63,39 @@ def geometry(x: Any, /) -> tuple[tuple[Any, ...], int]:
     return (type(x), x.shape, x.stride(), x.dtype, x.device, x.is_neg()), x.data_ptr()
 
 
-def follower(arrays: tuple[Any, ...], /) -> Callable[..., Any] | None:
-    q, k, v = (getattr(x, "requires_grad", False) for x in arrays)
-    if not ((is_grad_enabled() and (q or k or v)) or is_compiling() or transformed() or dispatch_modes()):
-        return None
-    from .. import torch as differentiable
+def geometries(q: Any, k: Any, v: Any, /) -> tuple[tuple[tuple[Any, ...], int], ...]:
+    if (
+        (is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad))
+        or is_compiling()
+        or dispatch_modes()
+        or is_tracing()
+        or forward_ad._current_level >= 0
+    ):
+        raise TypeError("followed by torch, or perhaps, which a plan is not")
+    return (
+        ((type(q), q.shape, q.stride(), q.dtype, q.device, q.is_neg()), q.data_ptr()),
+        ((type(k), k.shape, k.stride(), k.dtype, k.device, k.is_neg()), k.data_ptr()),
+        ((type(v), v.shape, v.stride(), v.dtype, v.device, v.is_neg()), v.data_ptr()),
+    )
 
-    return differentiable.attend
+
+def follower(q: Any, k: Any, v: Any, /) -> Callable[..., Any] | None:
+    differentiated = is_grad_enabled() and (q.requires_grad or _requires_grad(k) or _requires_grad(v))
+    if not (differentiated or is_compiling() or transformed() or dispatch_modes()) or q.dtype in FLOAT8_TYPES:
+        return None
+    if is_compiling() or attend is None:  # a compiler guards what it reads, and the import would change it
+        from ..torch import attend as loaded
+
+        return loaded
+    return attend
+
+
+attend: Callable[..., Any] | None = None
+"""`cuflash.torch.attend`, which puts itself here: an import statement in each call takes longer than the rest."""
+
+
+def _requires_grad(x: Any) -> bool:
+    return getattr(x, "requires_grad", False)  # it may be no tensor
 
 
 def refusal(arrays: Mapping[str, Any], what: str, /) -> str | None:
@@ -143,7 +174,7 @@ def empty(like: Any, shape: tuple[int, ...] | int, dtype: str | None = None, /) 
 
 
 def empty_like(x: Any, /) -> tuple[Any, int]:
-    made = torch.empty_like(x, memory_format=torch.contiguous_format)
+    made = torch.empty_like(x, memory_format=CONTIGUOUS)
     return made, made.data_ptr()
 
 

@@ -202,6 +202,41 @@ def test_other_tensors_are_refused(backend: FakeGpu | None) -> None:
             cuflash.attention(*operands)
 
 
+def test_one_look_at_three_sees_what_three_looks_see() -> None:
+    """Every part of each, and all that makes a look fail, at each place."""
+    from torch.autograd import forward_ad
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    from cuflash.arrays import torch_arrays
+
+    x = torch.zeros(1, 8, 2, 16).half()
+    others = (
+        x,
+        x[:, :4],
+        x.mT,
+        x.float(),
+        torch._neg_view(x),
+        torch.nn.Parameter(x, requires_grad=False),
+        x.to("meta"),
+    )
+    looks = [torch_arrays.geometry(other) for other in others]
+    for place in range(3):
+        for other, look in zip(others, looks, strict=True):
+            three, expected = [x, x, x], [looks[0]] * 3
+            three[place], expected[place] = other, look
+            assert torch_arrays.geometries(*three) == tuple(expected)
+        three[place] = torch.nn.Parameter(x)
+        with pytest.raises(TypeError, match="followed by torch"):
+            torch_arrays.geometries(*three)
+        with torch.no_grad():
+            torch_arrays.geometries(*three)
+    for follower in (TorchDispatchMode, forward_ad.dual_level):
+        with follower():
+            for look in (lambda: torch_arrays.geometry(x), lambda: torch_arrays.geometries(x, x, x)):
+                with pytest.raises(TypeError, match="followed by torch"):
+                    look()
+
+
 def test_lazy_negation_is_not_forgotten(gpu: FakeGpu) -> None:
     """The same strides with and without the bit: only one of them is in the table."""
     q, k, v = qkv("float16", (1, 8, 2, 16))

@@ -231,6 +231,11 @@ def test_what_is_kept(call: Any) -> None:
     with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
         out, lse = call(q, k, v, return_lse=True)
     assert {x.data_ptr() for x in kept} == {x.data_ptr() for x in (q, k, v, out, lse)} and len(kept) == 5
+    kept.clear()
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
+        out = call(q, k, v)
+    *tensors, own = kept
+    assert [x.data_ptr() for x in tensors] == [x.data_ptr() for x in (q, k, v, out)] and torch.equal(own, lse)
 
 
 @CALLS
@@ -694,8 +699,9 @@ def test_an_equal_backward_pass_looks_at_nothing_again(gpu: FakeGpu, monkeypatch
     cases: list[dict[str, Any]] = [{}, {"causal": True}, {"scale": 0.5, "deterministic": True}]
     first = [pass_of(inputs, **case) for case in cases]
     looked: list[Tensor] = []
-    plain = torch_arrays.geometry
-    monkeypatch.setattr(torch_arrays, "geometry", lambda x: looked.append(x) or plain(x))
+    one, three = torch_arrays.geometry, torch_arrays.geometries
+    monkeypatch.setattr(torch_arrays, "geometry", lambda x: looked.append(x) or one(x))
+    monkeypatch.setattr(torch_arrays, "geometries", lambda *qkv: looked.extend(qkv) or three(*qkv))
     for name in ("gradients", "remember_with"):
         monkeypatch.setattr(cuflash.torch, name, None)
     for case, expected in zip(cases, first, strict=True):
@@ -775,6 +781,41 @@ def test_tensors_whose_data_was_replaced(gpu: FakeGpu) -> None:
             with pytest.raises(error, match=r"batch|dtype"):
                 torch.autograd.grad(out, inputs, like(out))
             assert len(gpu.launches) == launched
+
+
+def test_checkpointing_makes_what_was_saved_anew(gpu: FakeGpu) -> None:
+    """At other addresses, and once for each backward pass, which torch insists on: whatever arrives."""
+    from torch.utils.checkpoint import checkpoint
+
+    def step(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return cuflash.attention(2 * q, k, v, causal=True)
+
+    inputs = draw("float16")
+    expected = gradients(step, inputs)
+    for negated in (False, True):
+        out = checkpoint(step, *inputs, use_reentrant=False)
+        dout = torch._neg_view(-like(out)) if negated else like(out)
+        assert same(expected, torch.autograd.grad(out, inputs, dout))
+
+
+def test_what_arrives_after_an_equal_pass(gpu: FakeGpu) -> None:
+    """Negated lazily, which the plan of the same layout does not know; at the LSE as well, or there alone."""
+    inputs = draw("float16")
+    dout = like(cuflash.attention(*inputs))
+    expected = pass_of(inputs, dout)
+    for _ in range(2):
+        for grad, reference in zip(pass_of(inputs, torch._neg_view(dout)), expected, strict=True):
+            assert torch.equal(grad, -reference)
+        out, lse = cuflash.attention(*inputs, return_lse=True)
+        dlse = like(lse)
+        for arriving in ((dout, dlse), (None, dlse)):
+            ends, given = zip(
+                *[(e, x) for e, x in zip((out, lse), arriving, strict=True) if x is not None], strict=True
+            )
+            grads = torch.autograd.grad(ends, inputs, given, retain_graph=True)
+            for grad, reference in zip(grads, dense_gradients(inputs, arriving), strict=True):
+                assert_gradient(grad, reference)
+        assert same(expected, torch.autograd.grad(out, inputs, dout))
 
 
 def test_a_backward_pass_where_forward_mode_may_be(gpu: FakeGpu) -> None:
