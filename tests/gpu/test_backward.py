@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import cuflash
-from cuflash import backward_kernels, jit
+from cuflash import backward_kernels, driver, jit
 from tests.gpu.backward_calls import Call, check, config_for, draw, finish, judge_gradients
 from tests.gpu.support import (
     CAUSAL,
@@ -82,6 +82,29 @@ def test_blocks_that_share_a_group(monkeypatch: pytest.MonkeyPatch, dims: tuple[
     for _ in range(20):
         for again, right in zip(call.run(deterministic=True), first, strict=True):
             assert (again.view(np.uint16) == right.view(np.uint16)).all()
+    jit.BACKWARD_PLANS.clear()
+
+
+@pytest.mark.parametrize("multiprocessors", [1, 9])
+@pytest.mark.parametrize("causal", CAUSAL, ids=str)
+@pytest.mark.parametrize("dims", [(64, 64), (128, 96), (192, 128), (256, 256)], ids=str)
+def test_a_block_takes_many_tiles(
+    monkeypatch: pytest.MonkeyPatch, dims: tuple[int, int], causal: Any, multiprocessors: int
+) -> None:
+    """As where there are more key tiles than multiprocessors: the same bits, whichever block has a tile.
+
+    Tiles that no query sees are among them, and sums of dQ that are cleared for heads to come.
+    """
+    call = draw((400, 700), (2, 2), dims, batch=3, causal=causal, dlse=True)
+    first = call.run(deterministic=True)
+    jit.BACKWARD_PLANS.clear()
+    monkeypatch.setattr(driver, "multiprocessors", lambda device: multiprocessors)
+    for grad, right in zip(check(call)[1:], first[1:], strict=True):
+        assert_same_bits(grad, right)
+    fixed = check(call, deterministic=True)
+    for _ in range(10):
+        for again, right in zip(call.run(deterministic=True), fixed, strict=True):
+            assert_same_bits(again, right)
     jit.BACKWARD_PLANS.clear()
 
 
