@@ -212,7 +212,7 @@ def plan_with(
     grid = backward_grid(main.problem, config, jit.sizes_of(forward), multiprocessors, request.deterministic)
     row_tiles = grid.m_tiles * config.block_m // ROW_TILE
     blocks_first = forward.batch * forward.heads * row_tiles
-    if max(blocks_first, grid.work_tiles) > MAX_BLOCKS:
+    if max(blocks_first, grid.work_tiles + grid.blocks) > MAX_BLOCKS:  # each block learns once that there are no more
         raise UnsupportedError(
             f"q and k have {forward.batch} * {forward.heads} heads and lengths {forward.seqlen_q} and "
             f"{forward.seqlen_k}; the kernels of attention_backward take up to {MAX_BLOCKS} tiles of 32 queries and "

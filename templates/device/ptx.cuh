@@ -115,7 +115,6 @@ DEVICE int ld_acquire_gpu(const int* p) {
     return value;
 }
 DEVICE void st_release_gpu(int* p, int value) { asm volatile("st.release.gpu.global.b32 [%0], %1;" :: "l"(p), "r"(value) : "memory"); }
-DEVICE void add_release_gpu(int* p, int value) { asm volatile("red.release.gpu.global.add.s32 [%0], %1;" :: "l"(p), "r"(value) : "memory"); }
 
 // ---- matrix fragments (9.7.15.4.8: mma.m16n8k16; 9.7.15.4.14: ldmatrix)
 

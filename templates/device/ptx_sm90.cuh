@@ -91,6 +91,7 @@ DEVICE void stmatrix_x4_trans(u32 address, const u32* r) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" :: "r"(address), "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3]) : "memory");
 }
 DEVICE int atomic_add(int* p, int value) { return atomicAdd(p, value); }
+DEVICE void add_release_gpu(int* p, int value) { asm volatile("red.release.gpu.global.add.s32 [%0], %1;" :: "l"(p), "r"(value) : "memory"); }
 DEVICE void atomic_store(int* p, int value) { atomicExch(p, value); }
 DEVICE void st_shared_v4(u32 address, int a, int b, int c, int d) {
     asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" :: "r"(address), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
