@@ -1,8 +1,7 @@
 """The hand-overs of the Hopper kernel, played through as a model: who waits for whom, and what lies in which buffer.
 
 The model follows `forward_sm90.cu.j2` function by function, with the names of that text. Loaders, storer and the warps
-of each consumer are processes of their own; a schedule may stop any of them between two actions for as long as it
-likes. Loads land, products end and stores read at any time after their issue. Found are:
+of each consumer are processes of their own (`tests.unit.protocol`). Found are:
 
 - a deadlock: nobody can go on;
 - a wait that two phases have overtaken: parity cannot tell it from none;
@@ -19,8 +18,6 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
@@ -30,184 +27,19 @@ from cuflash.kernels import select_config
 from cuflash.problem import AttentionProblem
 from cuflash.render import render
 from cuflash.sm90_config import Sm90Config
-
-WARPS = 2
-"""Warps of a consumer in the model: the one whose first thread is elected, and one for the three others."""
-
-
-class Fault(Exception):
-    """What a wrong protocol leads to."""
-
-
-def claim(fine: bool, what: str) -> None:
-    if not fine:
-        raise Fault(what)
-
-
-# --- the machine -----------------------------------------------------------------------------------------------
-
-Condition = Callable[[], bool]
-Process = Iterator[Condition | None]
-"""Yields what it waits for, or None where others may come in between."""
-
-
-class Schedule:
-    """Runs processes until all have ended, one action at a time.
-
-    Of those that can go on the one with the highest rank does; now and then the one that runs is put last. So a process
-    may sleep for as long as the others find something to do, which draws by lot would hardly ever show. Every other
-    schedule draws by lot all the same.
-    """
-
-    def __init__(self, seed: int) -> None:
-        self.random = random.Random(seed)
-        self.by_lot = seed % 2 == 1
-        self.processes: dict[Process, tuple[str, Condition | None]] = {}
-        self.order: list[Process] = []
-
-    def start(self, name: str, process: Process) -> None:
-        self.processes[process] = name, None
-        self.order.insert(self.random.randint(0, len(self.order)), process)
-
-    def run(self) -> None:
-        while self.order:
-            if self.by_lot:
-                self.random.shuffle(self.order)
-            process = next((x for x in self.order if self._can_go_on(x)), None)
-            if process is None:
-                raise Fault("deadlock of " + ", ".join(sorted(name for name, _ in self.processes.values())))
-            name, _ = self.processes[process]
-            try:
-                self.processes[process] = name, next(process)
-            except StopIteration:
-                del self.processes[process]
-                self.order.remove(process)
-                continue
-            if self.random.random() < 0.02:
-                self.order.remove(process)
-                self.order.append(process)
-
-    def _can_go_on(self, process: Process) -> bool:
-        _, condition = self.processes[process]
-        return condition is None or condition()
-
-
-class Barrier:
-    """An mbarrier: a phase ends with its last arrival and the last byte announced. Waits know its parity alone."""
-
-    def __init__(self, arrivals: int) -> None:
-        self.arrivals = self.pending = arrivals
-        self.loads = self.completed = 0
-
-    def arrive(self) -> None:
-        claim(self.pending > 0, "more arrivals than a phase has")
-        self.pending -= 1
-        self._complete()
-
-    def arrive_expect(self) -> None:
-        self.loads += 1
-        self.arrive()
-
-    def land(self) -> None:
-        self.loads -= 1
-        self._complete()
-
-    def _complete(self) -> None:
-        if self.pending == self.loads == 0:
-            self.pending = self.arrivals
-            self.completed += 1
-
-    def passes(self, phase: int) -> bool:
-        return self.completed % 2 != phase
-
-    def wait(self, at: Position) -> Condition:
-        """For the phase of a round; the answer must be that of a counter which never wraps."""
-
-        def passed() -> bool:
-            claim(self.passes(at.phase) == (self.completed > at.round), "a wait that two phases have overtaken")
-            return self.completed > at.round
-
-        return passed
-
-
-@dataclass(frozen=True)
-class Position:
-    """A `RingPosition`. Rounds are counted on, and their lowest bit is the phase."""
-
-    size: int
-    index: int = 0
-    round: int = 0
-
-    @property
-    def phase(self) -> int:
-        return self.round % 2
-
-    def next(self) -> Position:
-        last = self.index + 1 == self.size
-        return Position(self.size, 0 if last else self.index + 1, self.round + last)
-
-
-class NamedBarrier:
-    """A hardware barrier of one or two warpgroups, of which the second only arrives."""
-
-    def __init__(self, arrivals: int) -> None:
-        self.arrivals, self.counts, self.generation = arrivals, [0, 0], 0
-
-    def arrive(self) -> None:
-        self._count(1)
-
-    def sync(self) -> Condition:
-        generation = self.generation
-        self._count(0)
-        return lambda: self.generation > generation
-
-    def _count(self, which: int) -> None:
-        self.counts[which] += 1
-        claim(self.counts[which] <= WARPS, "a turn that was passed on twice")
-        if sum(self.counts) == WARPS + self.arrivals:
-            self.counts, self.generation = [0, 0], self.generation + 1
-
-
-@dataclass(frozen=True)
-class Read:
-    """What a product reads, or a store: an entry of a buffer that must hold this as long as it does."""
-
-    buffer: list[object]
-    index: int
-    expected: object
-
-    def check(self) -> None:
-        found = self.buffer[self.index]
-        claim(found == self.expected, f"a read of {found} where {self.expected} is due")
-
-
-@dataclass
-class Products:
-    """The products of a warpgroup, one after the other: each begins when all its warps have issued it."""
-
-    schedule: Schedule
-    issued: list[int] = field(default_factory=lambda: [0] * WARPS)
-    done: int = 0
-
-    def issue(self, warp: int, reads: list[Read]) -> None:
-        self.issued[warp] += 1
-        number = self.issued[warp]
-        if min(self.issued) == number:
-            self.schedule.start("a product", self._run(number, reads))
-
-    def _run(self, number: int, reads: list[Read]) -> Process:
-        yield lambda: self.done == number - 1
-        for moment in range(2):
-            for read in reads:
-                read.check()
-            if moment == 0:
-                yield None
-        self.done = number
-
-    def wait(self, warp: int, pending: int) -> Condition:
-        number = self.issued[warp] - pending
-        return lambda: self.done >= number
-
+from tests.unit.protocol import (
+    WARPS,
+    Barrier,
+    Fault,
+    NamedBarrier,
+    Position,
+    Process,
+    Products,
+    Read,
+    Schedule,
+    claim,
+    load,
+)
 
 # --- the kernel ------------------------------------------------------------------------------------------------
 
@@ -265,20 +97,6 @@ class Kernel:
                 self.schedule.start(f"warp {warp} of consumer {w}", Consumer(self, products, w, warp).run())
         self.schedule.run()
 
-    def land(self, to: list[object], indices: range, content: object, full: Barrier) -> None:
-        """A TMA load: whatever was there is lost from now on, what comes is there later."""
-
-        def landing() -> Process:
-            yield None
-            for i in indices:
-                to[i] = content
-            full.land()
-
-        full.arrive_expect()
-        for i in indices:
-            to[i] = "a load on its way"
-        self.schedule.start("a load", landing())
-
     # KeyValueLoader
 
     def load_keys_and_values(self) -> Process:
@@ -294,7 +112,7 @@ class Kernel:
                 ):  # fmt: skip
                     if self.fault != "loads without waiting" or buffer is self.k:
                         yield empty[stage.index].wait(stage)
-                    self.land(buffer, range(stage.index, stage.index + 1), (t, j), full[stage.index])
+                    load(self.schedule, [(buffer, stage.index)], (t, j), full[stage.index])
                 stage = stage.next()
                 if j == min(1, tile.steps - 1):
                     work_at = work_at.next()
@@ -328,7 +146,8 @@ class Kernel:
             for w in range(self.config.consumers):
                 if self.fault != "Q loaded without waiting":
                     yield self.q_empty[buffer.index][w].wait(buffer)
-                self.land(self.q[buffer.index][w], range(WARPS), ("Q", t), self.q_full[buffer.index][w])
+                parts = [(self.q[buffer.index][w], warp) for warp in range(WARPS)]
+                load(self.schedule, parts, ("Q", t), self.q_full[buffer.index][w])
             buffer = buffer.next()
         yield from self.receive_work(len(self.tiles))
 
