@@ -16,6 +16,7 @@ from typing import NamedTuple
 from tests.unit.protocol import (
     WARPS,
     Barrier,
+    Condition,
     Entry,
     Fault,
     NamedBarrier,
@@ -160,6 +161,9 @@ class Block:
     def arrive_all_added(self, t: int) -> Process:
         yield from self.schedule.pause()  # the warp has nothing more to do, and nobody waits for it
         self.all_added[self.added(t).index].arrive()
+
+    def wait_for_zeros(self, t: int) -> Condition:
+        return lambda: self.cleared[t]
 
     def add(self, t: int, m: int, part: object) -> None:
         claim(self.cleared[t], "dQ added before there are zeros")

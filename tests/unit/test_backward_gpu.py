@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from collections import Counter
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -275,69 +276,173 @@ def test_the_grid_has_a_block_for_each_key_tile(sizes: tuple[int, ...], mask: st
     assert grid.section == 1 or grid.section * group * seqlen_q * 1024 <= kernels.L2_SECTION_BYTES
 
 
-class Block:
-    """A block of the Hopper kernel: the query tiles to which it adds, and when it may (`KeyTile` in the templates)."""
+class KeyTile:
+    """A work tile of a Hopper kernel, as in the templates: the query tiles to which it adds, and when it may."""
 
-    def __init__(
-        self, grid: BackwardGrid, config: BackwardSm90Config | BackwardWideConfig, key_tile: int, offset: int | None
-    ) -> None:
-        self.grid, self.key_tile = grid, key_tile
-        first_query = 0 if offset is None else max(0, key_tile * config.block_n - offset)
-        begin, end = min(first_query // config.block_m, grid.m_tiles), grid.m_tiles
+    def __init__(self, call: HopperCall, head: int, key_tile: int) -> None:
+        self.grid, self.head, self.key_tile = call.grid, head, key_tile
+        grid, block_m, block_n = call.grid, call.config.block_m, call.config.block_n
+        first_query = 0 if call.offset is None else max(0, key_tile * block_n - call.offset)
+        begin, end = min(first_query // block_m, grid.m_tiles), grid.m_tiles
         self.place = key_tile % grid.turn_group
         start = end - 1 + grid.turn_shift * self.place
         start -= end - begin if start >= end else 0
         self.path = [m if (m := start - j) >= begin else m + end - begin for j in range(end - begin)]
+        group_start = key_tile - self.place
+        self.group_size = min(grid.turn_group, grid.n_tiles - group_start)
 
     def turn(self, m: int) -> int:
-        grid = self.grid
-        if grid.turn_shift == 0:
+        if self.grid.turn_shift == 0:
             return self.key_tile
         group_start = self.key_tile - self.place
-        size = min(grid.turn_group, grid.n_tiles - group_start)
-        first = min(size, -(-(m + 1) // grid.turn_shift))
-        return group_start + (self.place - first if self.place >= first else size - first + self.place)
+        first = min(self.group_size, -(-(m + 1) // self.grid.turn_shift))
+        return group_start + (self.place - first if self.place >= first else self.group_size - first + self.place)
+
+
+class HopperCall(NamedTuple):
+    """Of the main kernel. ``offset``: of the causal mask, if it has one."""
+
+    grid: BackwardGrid
+    config: BackwardSm90Config | BackwardWideConfig
+    group: int  # query heads of a tile
+    offset: int | None
+    deterministic: bool
+
+    def tiles(self) -> Iterator[KeyTile]:
+        """In the order in which they are begun."""
+        grid, heads = self.grid, self.grid.work_tiles // self.grid.n_tiles
+        for first in range(0, heads, grid.section):
+            here = range(first, min(heads, first + grid.section))
+            if grid.turn_shift:
+                groups = [range(grid.n_tiles)[i : i + grid.turn_group] for i in range(0, grid.n_tiles, grid.turn_group)]
+                yield from (KeyTile(self, h, i) for group in groups for h in here for i in group)
+            else:
+                yield from (KeyTile(self, h, i) for i in range(grid.n_tiles) for h in here)
+
+
+class Blocks:
+    """The persistent blocks of a Hopper kernel, of which each may have two tiles.
+
+    It takes the next one when ``early`` steps of its own, which are loaded, are still to come; with a shift of turns
+    only where all of its group have been taken (`Loader.leave_group`).
+    """
+
+    def __init__(self, call: HopperCall, room: int, draw: random.Random, leaves_group: bool = True) -> None:
+        self.call, self.grid, self.draw, self.leaves_group = call, call.grid, draw, leaves_group
+        self.tiles, self.taken, self.early = list(call.tiles()), 0, draw.choice((2, 3))
+        self.held: list[list[Work]] = [[] for _ in range(min(room, len(self.tiles)))]
+        self.speeds = [draw.choice((0.05, 0.7, 1.0)) for _ in self.held]
+        self.cleared, self.joined, self.added = Counter[int](), Counter[object](), Counter[object]()
+
+    def end(self) -> bool:
+        """Whether all tiles come to their end. Some blocks are slow."""
+        while self.taken < len(self.tiles) or any(self.held):
+            some = [held for held, speed in zip(self.held, self.speeds, strict=True) if self.draw.random() < speed]
+            if not any([self.take(held) | self.go_on(held) for held in some]) and not any(
+                [self.take(held) | self.go_on(held) for held in self.held]
+            ):
+                return False
+        return True
+
+    def take(self, held: list[Work]) -> bool:
+        if self.taken == len(self.tiles) or len(held) == 2 or (held and not self.may_take_early(held[0])):
+            return False
+        tile = self.tiles[self.taken]
+        steps = [(tile.head * self.call.group + head, m) for head in range(self.call.group) for m in tile.path]
+        held.append(Work(self.taken, tile, steps))
+        self.taken += 1
+        return True
+
+    def may_take_early(self, work: Work) -> bool:
+        group_end = work.number - work.tile.place + work.tile.group_size
+        in_group = self.leaves_group and self.grid.turn_shift and self.taken < group_end
+        return len(work.steps) <= self.early and not in_group
+
+    def go_on(self, held: list[Work]) -> bool:
+        """A step of a block's first tile, if it need not wait."""
+        if not held:
+            return False
+        work, grid = held[0], self.grid
+        tile = work.tile
+        if not work.begun:
+            if tile.head >= grid.cleared_heads and self.cleared[tile.head] < grid.n_tiles:
+                return False  # wait_for_zeros
+            work.begun = True
+            self.cleared[tile.head + grid.cleared_heads] += 1
+        elif work.steps:
+            _, m = work.steps[0]
+            if self.call.deterministic and self.added[work.steps[0]] != tile.turn(m):
+                return False
+            self.added[work.steps.pop(0)] += 1
+        else:
+            joined = tile.head // grid.shares, tile.key_tile
+            if self.joined[joined] != tile.head % grid.shares:
+                return False  # join_shares
+            self.joined[joined] += 1
+            held.pop(0)
+        return True
+
+
+@dataclasses.dataclass
+class Work:
+    number: int
+    tile: KeyTile
+    steps: list[tuple[int, int]]  # that are still to come: query heads and tiles
+    begun: bool = False
+
+
+def hopper_call(d: int, mask: Any, deterministic: bool, draw: random.Random) -> tuple[HopperCall, int]:
+    """And the multiprocessors of the device."""
+    p = AttentionProblem(d, d, "bfloat16", mask, 16, False, "sm_90a", "backward")
+    config = kernels.select_config(p)
+    assert isinstance(config, (BackwardSm90Config, BackwardWideConfig))
+    seqlen_q, seqlen_k, multiprocessors = draw.randint(1, 2500), draw.randint(1, 2500), draw.randint(1, 40)
+    group = draw.choice((1, 1, 2, 3))
+    heads = group * draw.randint(1, 6)
+    offset = draw.choice((0, seqlen_k - seqlen_q)) if mask == "causal" else None
+    grid = backward_grid(p, config, (heads, group, seqlen_q, seqlen_k), multiprocessors, deterministic)
+    return HopperCall(grid, config, group // grid.shares, offset, deterministic), multiprocessors
 
 
 @pytest.mark.parametrize("d", [64, 128, 256])
 @pytest.mark.parametrize("mask", ["full", "causal"])
-def test_blocks_that_add_in_turns_never_wait_in_a_circle(d: int, mask: str) -> None:
-    """Blocks are started in order, as many as find room, all of a group at least; each adds to a query tile a step."""
-    p = AttentionProblem(d, d, "bfloat16", mask, 16, False, "sm_90a", "backward")  # type: ignore[arg-type]
-    config = kernels.select_config(p)
-    assert isinstance(config, (BackwardSm90Config, BackwardWideConfig))
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_blocks_that_add_in_turns_never_wait_in_a_circle(d: int, mask: str, deterministic: bool) -> None:
+    """Nor those that wait for zeros or for other shares. As many as find room, all of a group of turns at least."""
     draw = random.Random(d)
-    for _ in range(60):
-        seqlen_q, seqlen_k, multiprocessors = draw.randint(1, 2500), draw.randint(1, 2500), draw.randint(1, 40)
-        heads = draw.randint(1, 6)
-        offset = draw.choice((0, seqlen_k - seqlen_q)) if mask == "causal" else None
-        grid = backward_grid(p, config, (heads, 1, seqlen_q, seqlen_k), multiprocessors, deterministic=True)
+    for _ in range(60 if deterministic else 20):
+        call, multiprocessors = hopper_call(d, mask, deterministic, draw)
+        grid = call.grid
         assert grid.turn_shift == 0 or grid.turn_group <= max(1, multiprocessors // 4)
         room = draw.choice((multiprocessors, grid.turn_group if grid.turn_shift else 1))
-        for first in range(0, heads, grid.section):
-            here = range(first, min(heads, first + grid.section))
-            groups = [range(grid.n_tiles)[i : i + grid.turn_group] for i in range(0, grid.n_tiles, grid.turn_group)]
-            if grid.turn_shift:
-                order = [(h, i) for group in groups for h in here for i in group]
-            else:
-                order = [(h, i) for i in range(grid.n_tiles) for h in here]
-            waiting = [(h, Block(grid, config, i, offset)) for h, i in order]
-            waiting = [(h, block) for h, block in waiting if block.path]
-            added = {(h, m): 0 for h in here for m in range(grid.m_tiles)}
-            running: list[tuple[int, Block, list[int]]] = []
-            while waiting or running:
-                while waiting and len(running) < room:
-                    h, block = waiting.pop(0)
-                    running.append((h, block, list(block.path)))
-                may = [x for x in running if added[x[0], x[2][0]] == x[1].turn(x[2][0])]
-                assert may, (seqlen_q, seqlen_k, multiprocessors, offset)
-                assert len({(h, path[0]) for h, _, path in may}) == len(may)
-                for h, _, path in may:
-                    added[h, path.pop(0)] += 1
-                running = [x for x in running if x[2]]
-            seen_by = {m: sum(m in block.path for block in (Block(grid, config, i, offset) for i in range(grid.n_tiles))
-                              if block.path) for m in range(grid.m_tiles)}  # fmt: skip
-            assert all(added[h, m] == seen_by[m] for h, m in added)
+        blocks = Blocks(call, room, draw)
+        assert blocks.end(), (call, room)
+        seen_by = Counter((tile.head * call.group + head, m) for tile in blocks.tiles for m in tile.path
+                          for head in range(call.group))  # fmt: skip
+        assert blocks.added == seen_by
+        heads = grid.work_tiles // grid.n_tiles
+        assert all(blocks.cleared[head] == grid.n_tiles for head in range(grid.cleared_heads, heads))
+
+
+def test_blocks_that_have_two_tiles_of_a_group_may_wait_in_a_circle() -> None:
+    draw = random.Random(1)
+    ends = []
+    for _ in range(150):
+        call, multiprocessors = hopper_call(128, "full", True, draw)
+        if call.grid.turn_shift and call.grid.turn_group > 1:
+            room = draw.randint(call.grid.turn_group, multiprocessors)
+            ends.append(Blocks(call, room, draw, leaves_group=False).end())
+    assert not all(ends) and any(ends)
+
+
+def test_blocks_that_wait_for_zeros_of_their_own_section_may_wait_in_a_circle() -> None:
+    draw = random.Random(2)
+    ends = []
+    for _ in range(40):
+        call, multiprocessors = hopper_call(128, "causal", True, draw)
+        call = call._replace(grid=call.grid._replace(cleared_heads=1))
+        ends.append(Blocks(call, draw.randint(1, multiprocessors), draw).end())
+    assert not all(ends) and any(ends)
 
 
 @pytest.mark.parametrize("changes", [

@@ -155,7 +155,7 @@ class Storer:
             t = self.work.taken
             self.work.done()
             if self.fault != "staging buffers handed out before there are zeros":
-                yield lambda t=t: kernel.cleared[t]  # wait_for_zeros
+                yield kernel.wait_for_zeros(t)
             for w in range(CONSUMERS):
                 kernel.staging_empty[steps & 1][w].arrive()
             if self.fault != "the storer's steps are not counted":

@@ -112,7 +112,7 @@ class Storer:
             t = self.work.taken
             self.work.done()
             if self.fault != "additions let in before there are zeros":
-                yield lambda t=t: kernel.cleared[t]  # wait_for_zeros
+                yield kernel.wait_for_zeros(t)
             kernel.sums_clear.arrive()
             yield from self.store("dV", t, kernel.dv_staged, kernel.v)
             kernel.v_empty.arrive()
