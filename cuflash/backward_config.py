@@ -16,7 +16,7 @@ WORK_STAGES = 2
 """Numbers of work tiles in the shared memory of a Hopper kernel: this one's and the next."""
 ZERO_BYTES = 4096
 """Zeros in the shared memory of a Hopper kernel, from which sums of dQ are cleared."""
-OWN_BARRIERS = 2
+OWN_BARRIERS = 3
 """mbarriers of a Hopper kernel that its first warpgroup has for itself."""
 
 
