@@ -153,8 +153,6 @@ def attend(
     return results if return_lse else results[0]
 
 
-torch_arrays.attend = attend
-
 # --- autograd --------------------------------------------------------------------------------------------------
 
 
@@ -290,9 +288,9 @@ def _gradients_after(told: list[Any], dout: Tensor, saved: tuple[Tensor, ...], o
     if torch.are_deterministic_algorithms_enabled():
         options = *options[:3], True
     q, k, v, out, lse = saved
-    now = [q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse.data_ptr()]
     try:
         form, dout_at = torch_arrays.geometry(dout)
+        now = [q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse.data_ptr()]
     except (AttributeError, TypeError, RuntimeError):  # nothing arrives, or what torch follows or has not in memory
         return None
     if now != places:
@@ -417,3 +415,7 @@ _backward_operator = torch.library.custom_op(
 _backward_operator.register_fake(_attention_backward_fake)
 _backward_operator.register_autograd(_Gradients.backward)
 _backward_operator.register_vmap(partial(_map, _backward_operator))
+
+
+# Last: another thread takes it from there as soon as it is there, without waiting for this import.
+torch_arrays.attend = attend

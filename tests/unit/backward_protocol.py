@@ -62,7 +62,10 @@ class KeyTile(NamedTuple):
 
 @dataclass(frozen=True)
 class Case:
-    """A block's work and what its kernel is. ``in_turns`` and the stages are of the narrow kernel."""
+    """A block's work and what its kernel is. ``in_turns`` and the stages are of the narrow kernel.
+
+    ``dout_readers``: consumers that have a part of dV; of the wide kernel perhaps the second alone.
+    """
 
     tiles: tuple[KeyTile, ...]
     deterministic: bool
@@ -72,6 +75,7 @@ class Case:
     waits_for_dk: bool = False
     q_stages: int = 2
     dout_stages: int = 2
+    dout_readers: int = CONSUMERS
 
 
 def in_pair(i: int) -> Position:
@@ -102,7 +106,7 @@ class Block:
         self.k_full, self.v_full, self.landed = Barrier(1), Barrier(1), Barrier(1)
         self.all_added = barriers(2, 2)
         self.q_full, self.q_empty = barriers(case.q_stages, 1), barriers(case.q_stages, CONSUMERS)
-        self.dout_full, self.dout_empty = barriers(case.dout_stages, 1), barriers(case.dout_stages, CONSUMERS)
+        self.dout_full, self.dout_empty = barriers(case.dout_stages, 1), barriers(case.dout_stages, case.dout_readers)
         self.k_empty: Barrier
         self.v_empty: Barrier
         self.named: list[NamedBarrier] = []

@@ -376,6 +376,41 @@ assert torch.equal(cuflash.attention(q.bfloat16(), q.bfloat16(), q.bfloat16()), 
     assert done.returncode == 0, done.stderr
 
 
+def test_another_thread_may_call_while_the_first_call_still_imports() -> None:
+    """What serves torch's autograd is found without a lock: so it is put there when its module is whole."""
+    code = """
+import builtins, threading
+import torch, cuflash
+
+q = torch.randn(1, 8, 2, 16, requires_grad=True)
+seen = []
+
+def call():
+    try:
+        cuflash.attention(q, q, q).sum().backward()
+        seen.append("fine")
+    except Exception as error:
+        seen.append(repr(error))
+
+def build_class(body, name, *bases, **options):
+    if name == "_Gradients" and threading.current_thread() is threading.main_thread():
+        other = threading.Thread(target=call)
+        other.start()
+        other.join(2)  # it waits for this import, or is through
+    return build(body, name, *bases, **options)
+
+build, builtins.__build_class__ = builtins.__build_class__, build_class
+call()
+while len(seen) < 2:
+    pass
+print(seen)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False, timeout=120
+    )
+    assert done.returncode == 0 and done.stdout.strip() == "['fine', 'fine']", done.stdout + done.stderr
+
+
 # --- gradients -------------------------------------------------------------------------------------------------
 
 
