@@ -61,7 +61,7 @@ def attention_backward(
     deterministic : bool
         Whether results must repeat bit for bit. On the CPU they always do, and those of k and v do everywhere; on a GPU
         the sums of dq come in any order otherwise. On Hopper GPUs, without a mask, thread blocks on up to a quarter of
-        the multiprocessors then wait for each other: other kernels must leave them that many.
+        the multiprocessors then wait for each other: other kernels, green contexts and MPS must leave them that many.
     grads : (dq, dk, dv), optional
         Arrays that receive the gradients: of the inputs' kind, dtype and device, with the shapes of q, k and v, any
         strides, sharing no memory with the inputs or each other.

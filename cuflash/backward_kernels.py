@@ -95,8 +95,8 @@ class BackwardGrid(NamedTuple):
     there are few key tiles, ``shares`` tiles of a Hopper kernel have some of the query heads of a key/value head each,
     and count as so many heads; they add up dK and dV one after the other. The sums of dQ of the first
     ``cleared_heads``, whole sections, are clear when a Hopper kernel begins; it clears those of a head while it works
-    on the tiles of the head so many before. Without a mask these are tiles for all multiprocessors; where causal sections
-    meet, a tile may wait for zeros that others have just begun to write.
+    on the tiles of the head so many before. Without a mask these are tiles for all multiprocessors; where causal
+    sections meet, a tile may wait for zeros that others have just begun to write.
 
     With a ``turn_shift``, tiles of Hopper kernels that add to sums of dQ in turns follow each other through the query
     tiles: of ``turn_group`` neighbours each starts that many query tiles after the one before it (Qiang et al., DASH:
