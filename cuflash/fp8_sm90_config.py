@@ -14,8 +14,6 @@ from .sm90_config import Sm90Config
 
 OUTPUT_CHUNK = 64
 """Columns of a chunk of the staged output, 128 bytes."""
-SUM_COLUMNS = 8
-"""The fewest that a product can have; one would do."""
 MOST_TWO_LEVEL = 128
 """The largest head dim of V for which two sets of registers for the output fit."""
 
@@ -31,9 +29,6 @@ class Fp8Sm90Config(Sm90Config):
     two_level : bool
         The tensor cores add up one key tile, and the sum over tiles is fp32; otherwise all of it is theirs, which
         truncate: right where V has no mean.
-    tensor_sums : bool
-        O is divided by row sums of P as it was rounded, which the tensor cores make in columns of ones behind V, up to
-        a head dim of V of 248; otherwise by those of the fp32 probabilities. The LSE is always of the latter.
     late_turn : bool
         A consumer's turn on the tensor cores ends when it knows its row maxima, not when it has issued its products.
     """
@@ -41,7 +36,6 @@ class Fp8Sm90Config(Sm90Config):
     family: ClassVar[str] = "forward_fp8_sm90"
 
     two_level: bool
-    tensor_sums: bool = False
     late_turn: bool = False
     block_n: int = TILE
     slack: int = 0
@@ -68,14 +62,8 @@ class Fp8Sm90Config(Sm90Config):
         return _REGISTERS[self.consumers][1]
 
     @property
-    def sum_columns(self) -> int:
-        """Columns of ones behind V."""
-        return SUM_COLUMNS if self.tensor_sums else 0
-
-    @property
     def label(self) -> str:
-        choices = self.two_level, self.tensor_sums, self.tma_store, self.dynamic, self.late_turn
-        letters = zip("2otdm", choices, strict=True)
+        letters = zip("2tdm", (self.two_level, self.tma_store, self.dynamic, self.late_turn), strict=True)
         switches = "".join(letter for letter, on in letters if on)
         return f"m{self.block_m}s{self.stages}q{self.q_stages}{switches}"
 
@@ -84,7 +72,7 @@ class Fp8Sm90Config(Sm90Config):
         return f"{Sm90Config.summary.fget(self)}, O summed {'in fp32' if self.two_level else 'by the tensor cores'}"  # type: ignore[attr-defined]
 
     def smem_sizes(self, problem: AttentionProblem) -> Sequence[tuple[str, int]]:
-        """Q buffers (later the output's staging), K, V^T and ones, scales, notes of warps, work tiles, mbarriers."""
+        """Q buffers (later the output's staging), K, V^T, scales, notes of the warps, work tiles, mbarriers."""
         width = box_bytes(BYTE, problem.head_dim)
         row = round_up(problem.head_dim, width)
         row_out = round_up(problem.head_dim_v, OUTPUT_CHUNK) * 2 if self.tma_store else 0
@@ -92,7 +80,7 @@ class Fp8Sm90Config(Sm90Config):
         return [
             *((f"q{i}", self.block_m * max(row, row_out)) for i in range(self.q_stages)),
             *((f"k{i}", self.block_n * row) for i in range(self.stages)),
-            *((f"v{i}", self.block_n * (problem.head_dim_v + self.sum_columns)) for i in range(self.stages)),
+            *((f"v{i}", self.block_n * problem.head_dim_v) for i in range(self.stages)),
             ("scales", 16 * self.stages),
             ("means", 4 * problem.head_dim_v * self.warps),
             ("rows", 16 * self.warps * self.q_stages),

@@ -14,9 +14,6 @@ constexpr float kLargeReference = 4096.f;
 // Scores are at most 2^32 D: a smaller factor would make them all 0, and masked ones NaN.
 constexpr float kSmallestFactor = 1e-37f;
 
-// What O has to be multiplied by, not yet by its unit: 0 where a row sees no key, which no other row has. NaN stays NaN.
-DEVICE float inverse_sum(float sum) { return sum == 0.f ? 0.f : rcp_approx(sum); }
-
 // A thread holds rows r = 0, 1 of its warp's 16; element e of column pair i is s[4*i + 2*r + e].
 template <int kColumns>
 struct Fp8Softmax {
@@ -97,7 +94,7 @@ struct Fp8Softmax {
         for (int r = 0; r < 2; r++) {
             const float total = quad_sum(sum[r]);
             lse[r] = total == 0.f ? minus_infinity() : (reference[r] - kOffset + log2_approx(total)) * kLn2;
-            inverse[r] = inverse_sum(total);
+            inverse[r] = total == 0.f ? 0.f : rcp_approx(total);   // NaN stays NaN
         }
     }
 

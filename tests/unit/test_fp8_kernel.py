@@ -9,9 +9,7 @@ from dataclasses import replace
 from itertools import product
 from typing import Any
 
-import numpy as np
 import pytest
-from ml_dtypes import float8_e4m3fn, float8_e5m2
 
 from cuflash import driver, kernels
 from cuflash.arch import ARCHES
@@ -120,7 +118,6 @@ def test_every_head_dim_has_a_config_that_fits(mask: Any, one_level: bool) -> No
         config = table_config(problem)
         assert config.reason and config.two_level is (dv <= MOST_TWO_LEVEL and not one_level)
         assert config.smem_bytes(problem) <= ARCHES["sm_90a"].smem_per_block
-        assert dv + config.sum_columns <= 256, "columns of a product"
         for region in config.smem(problem):
             if region.name[0] in "kv" or re.fullmatch(r"q\d", region.name):
                 # Its swizzle repeats every 8 rows: of 128 bytes, of Q and K perhaps of 64 or 32.
@@ -147,8 +144,6 @@ def test_the_shared_memory_map() -> None:
     assert sizes["q0"] == 128 * 256 and sizes["k0"] == 128 * 64 and sizes["v0"] == 128 * 80
     assert (sizes["scales"], sizes["means"], sizes["rows"]) == (8 * 6, 8 * 80 * 4, 2 * 8 * 16)
     assert (sizes["work"], sizes["barriers"]) == (48, 8 * (6 + 12 + 12))
-    with_ones = {region.name: region.size for region in replace(config, tensor_sums=True).smem(problem)}
-    assert with_ones == sizes | {f"v{i}": 128 * 88 for i in range(3)}
     from_registers = replace(config, tma_store=False, q_stages=1)
     assert from_registers.smem(problem)[0].size == 128 * 64
     assert sum(sizes.values()) == config.smem_bytes(problem)
@@ -183,7 +178,7 @@ def test_registers_are_what_a_block_has() -> None:
 def test_labels_tell_configs_apart() -> None:
     changes: tuple[dict[str, Any], ...] = (
         {}, {"block_m": 192}, {"stages": 3}, {"q_stages": 3}, {"tma_store": False}, {"dynamic": True},
-        {"two_level": False}, {"late_turn": True}, {"tensor_sums": True},
+        {"two_level": False}, {"late_turn": True},
     )  # fmt: skip
     assert len({replace(CONFIG, **change).label for change in changes}) == len(changes)
     assert "in fp32" in CONFIG.summary and "by the tensor cores" in replace(CONFIG, two_level=False).summary
@@ -205,12 +200,11 @@ def test_the_text_states_its_problem_and_config(d: int, dv: int, mask: Any) -> N
         "kHeadDim": d, "kHeadDimV": dv, "kBlockM": config.block_m, "kBlockN": 128, "kStages": config.stages,
         "kConsumers": config.consumers, "kQStages": config.q_stages, "kTmaStore": str(config.tma_store).lower(),
         "kDynamic": str(config.dynamic).lower(), "kTwoLevel": str(config.two_level).lower(),
-        "kLateTurn": str(config.late_turn).lower(), "kTensorSums": str(config.tensor_sums).lower(),
-        "kProducerRegisters": config.producer_registers, "kConsumerRegisters": config.consumer_registers,
+        "kLateTurn": str(config.late_turn).lower(), "kProducerRegisters": config.producer_registers,
+        "kConsumerRegisters": config.consumer_registers,
     }  # fmt: skip
     assert {name: str(value) for name, value in expected.items()}.items() <= constants.items()
-    for columns in (128, dv + config.sum_columns):
-        assert f"m64n{columns}k32.f32.e4m3.e4m3" in source.text
+    assert "m64n128k32.f32.e4m3.e4m3" in source.text and f"m64n{dv}k32.f32.e4m3.e4m3" in source.text
     assert "k16.f32" not in source.text
 
 
@@ -219,18 +213,10 @@ def test_every_combination_of_formats_has_its_products(formats: tuple[str, str, 
     problem = of_formats(formats)
     assert problem.formats == formats
     source = render(problem, table_config(problem))
-    products = re.findall(r"wgmma_(\w+)\(.*\n.*m64n(\d+)k32\.f32\.(\w+)\.(\w+) ", source.text)
-    scores = ("128", formats[0], formats[1])
-    assert products == [("qk_first", *scores), ("qk", *scores), ("pv", "136", "e4m3", formats[2])]
+    products = re.findall(r"wgmma_(qk|pv)\(.*\n.*m64n128k32\.f32\.(\w+)\.(\w+) ", source.text)
+    assert products == [("qk", formats[0], formats[1]), ("pv", "e4m3", formats[2])]
     plain = set(formats) == {"e4m3"}
     assert ("".join(formats) in source.symbol) is not plain
-
-
-@pytest.mark.parametrize(("dtype", "name"), [(float8_e4m3fn, "e4m3"), (float8_e5m2, "e5m2")])
-def test_the_columns_behind_v_hold_ones(dtype: Any, name: str) -> None:
-    ones = np.full(4, 1, dtype).view(np.uint32).item()
-    text = render(of_formats(("e4m3", "e4m3", name)), replace(CONFIG, tensor_sums=True)).text
-    assert f"const u32 ones = {ones:#x};" in text
 
 
 def of_formats(formats: tuple[str, str, str]) -> AttentionProblem:
