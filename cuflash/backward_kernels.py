@@ -151,7 +151,8 @@ def backward_grid(
         turn_group, turn_shift = shifted
         section = multiprocessors // turn_group
     else:
-        section = _section(problem, config, group * seqlen_q, n_tiles, multiprocessors, deterministic)
+        of_a_head = group * seqlen_q, n_tiles
+        section = _section(problem, config, heads, of_a_head, multiprocessors, deterministic)
     work_tiles, section = n_tiles * heads, min(section, heads)
     blocks, cleared_heads = work_tiles, heads
     if not isinstance(config, BackwardConfig):
@@ -163,19 +164,19 @@ def backward_grid(
 def _section(
     problem: AttentionProblem,
     config: MainConfig,
-    rows: int,
-    n_tiles: int,
+    heads: int,
+    of_a_head: tuple[int, int],
     multiprocessors: int,
     deterministic: bool,
 ) -> int:
-    """Heads side by side: as many as have their Q, dO and sums of dQ, of so many rows each, in the L2 cache together.
+    """Heads side by side: as many as have their Q, dO and sums of dQ in the L2 cache together.
 
     Without a mask all tiles are alike, and one head at a time keeps these the longest. Hopper's causal sections have a
-    tile for every multiprocessor at least: the longest of the last one would be waited for. Of short heads they have no
-    more, so that sums are in the L2 cache from their clearing on. Where tiles add in turns, those of many heads wait
-    for each other less.
+    tile for every multiprocessor at least, and the last is no small rest: its longest tiles would be waited for. Of
+    short heads they have no more, so that sums are in the L2 cache from their clearing on. Where tiles add in turns,
+    those of many heads wait for each other less. ``of_a_head``: query rows and key tiles.
     """
-    causal = problem.mask == "causal"
+    (rows, n_tiles), causal = of_a_head, problem.mask == "causal"
     if not causal and not deterministic:
         return 1
     row_bytes = 2 * (problem.head_dim + problem.head_dim_v) + 4 * problem.head_dim
@@ -183,9 +184,12 @@ def _section(
     if isinstance(config, BackwardConfig) or not causal:
         return section
     whole_device = -(-multiprocessors // n_tiles)
-    if deterministic:
-        return max(section, whole_device, min(4 * section, FEWEST_IN_TURN))
-    return whole_device if n_tiles <= FEW_TILES else max(section, whole_device)
+    if n_tiles <= FEW_TILES and not deterministic:
+        return whole_device
+    section = max(section, whole_device, min(4 * section, FEWEST_IN_TURN) if deterministic else 1)
+    if section >= heads:
+        return heads
+    return max(range(section, min(2 * section, heads) + 1), key=lambda some: ((heads - 1) % some + 1) / some)
 
 
 def _shares(group: int, tiles: int, multiprocessors: int) -> int:
