@@ -96,12 +96,12 @@ def _hopper_row(
 
 HOPPER: tuple[Row[HopperConfig], ...] = (
     _hopper_row(64, 128, stages=(2, 2), in_turns=False, masks=("full",),
-                reason="194 KiB; turns are worth nothing here: -1 to 1 %"),
+                reason="198 KiB; turns are worth nothing here, nor a third Q stage: -1 to 1 %"),
     _hopper_row(64, 128, stages=(2, 2), in_turns=True, masks=("causal",),
-                reason="194 KiB; turns within 1 %, and in the laboratory 5 % at N = 8192"),
+                reason="198 KiB; turns and a third Q stage within 1 %"),
     _hopper_row(128, 64, stages=(3, 2), in_turns=True,
-                reason="209 KiB; turns are worth 5 to 8 %, 4 to 11 % under a causal mask"),
-    Row(("sm_90a",), 256, 256, MASKS, BackwardWideConfig(reason="dK and dV of 64 keys take 128 registers; 217 KiB")),
+                reason="214 KiB; turns are worth 5 to 8 %, 4 to 11 % under a causal mask"),
+    Row(("sm_90a",), 256, 256, MASKS, BackwardWideConfig(reason="dK and dV of 64 keys take 128 registers; 221 KiB")),
 )  # fmt: skip
 
 
