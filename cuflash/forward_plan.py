@@ -1,6 +1,6 @@
 """Launch plans of `cuflash.attention` without 8-bit operands: from a checked request to all but the pointers.
 
-The hot path reads two tables of `cuflash.jit` as they are, since every call pays for a function that would do it.
+The hot path reads `jit.buffers` and `jit.places` itself: every call would pay for a function that does it.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class CallPlan:
         stream : int
         """
         for grid, tail in self.launches:
-            buffer = jit._buffers.of_device.get(self.device) or jit._buffers.new(self.device)
+            buffer = jit.buffers.of_device.get(self.device) or jit.buffers.new(self.device)
             _pack_sm80(buffer.block, 0, q, k, v, out, lse, tail)
             driver.launch(self._handle, grid, self._block, self._smem_bytes, stream, buffer.address)
 
@@ -129,8 +129,8 @@ class TmaPlan(CallPlan):
 
     def launch(self, q: int, k: int, v: int, out: int, lse: int, stream: int) -> None:
         # The buffer first: where this thread has no context yet, it makes one current, which tensor maps need as well.
-        buffer = jit._buffers.of_device.get(self.device) or jit._buffers.new(self.device)
-        maps = jit._places.get((self, q, k, v, out)) or jit.tensor_maps(self, self._geometry, q, k, v, out)
+        buffer = jit.buffers.of_device.get(self.device) or jit.buffers.new(self.device)
+        maps = jit.places.get((self, q, k, v, out)) or jit.tensor_maps(self, self._geometry, q, k, v, out)
         ((grid, tail),) = self.launches
         counter = counters.take(self.device, stream) if self._counted else counters.NO_COUNTER
         _pack_sm90(buffer.block, 0, maps, out, lse, counter, tail)

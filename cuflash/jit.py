@@ -192,7 +192,7 @@ def discard_code(problem: AttentionProblem, config: KernelConfig, settings: Sett
 # --- launches --------------------------------------------------------------------------------------------------
 
 
-class _Buffers(threading.local):
+class Buffers(threading.local):
     """Each thread's parameter block for each device."""
 
     def __init__(self) -> None:
@@ -208,12 +208,12 @@ class _Buffers(threading.local):
 BUFFER_BYTES = 4096
 """What kernels take at most (before CUDA 12.1). The driver copies what the launched one takes."""
 
-_buffers = _Buffers()
+buffers = Buffers()
 
 
 def argument_buffer(device: int) -> driver.ArgumentBuffer:
     """The calling thread's parameter block for a device; its next launch fills it anew."""
-    return _buffers.of_device.get(device) or _buffers.new(device)
+    return buffers.of_device.get(device) or buffers.new(device)
 
 
 class TensorGeometry(NamedTuple):
@@ -225,17 +225,19 @@ class TensorGeometry(NamedTuple):
     box_rows: int
 
 
-_places: dict[tuple[Any, ...], bytes] = {}
+places: dict[tuple[Any, ...], bytes] = {}
+"""The tensor maps of the calls of late, one after the other, by plan and addresses. Readers need no lock."""
+
 _tensor_maps: dict[tuple[TensorGeometry, int], bytes] = {}
-"""Tensor maps of what was launched lately: all of a call by plan and addresses, and each. Readers need no lock."""
+"""Each of them."""
 
 
 def tensor_maps(plan: object, geometry: tuple[TensorGeometry, ...], *addresses: int) -> bytes:
     """The tensor maps of a plan's arrays, one after the other; encoded if these addresses are new to it."""
-    maps = _places.get((plan, *addresses))
+    maps = places.get((plan, *addresses))
     if maps is None:
         maps = b"".join(map(_tensor_map, geometry, addresses))
-        keep(_places, (plan, *addresses), maps, MAX_PLACES)
+        keep(places, (plan, *addresses), maps, MAX_PLACES)
     return maps
 
 

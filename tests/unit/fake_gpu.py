@@ -207,11 +207,11 @@ def install_for_torch(monkeypatch: pytest.MonkeyPatch, device: int = 0) -> FakeG
 
 
 def _install_driver(monkeypatch: pytest.MonkeyPatch, gpu: FakeGpu) -> None:
-    for table in ("_loaded", "_code", "_locks", "_places", "_tensor_maps"):
+    for table in ("_loaded", "_code", "_locks", "places", "_tensor_maps"):
         monkeypatch.setattr(jit, table, {})
     jit.forget_plans()
     monkeypatch.setattr(jit, "obtain_code", gpu.obtain_code)
-    monkeypatch.setattr(jit, "_buffers", jit._Buffers())
+    monkeypatch.setattr(jit, "buffers", jit.Buffers())
     monkeypatch.setattr(driver, "load_kernel", gpu.load_kernel)
     monkeypatch.setattr(driver, "launch", gpu.launch)
     monkeypatch.setattr(driver, "launch_early", gpu.launch_early)

@@ -1,4 +1,4 @@
-"""A call of the 8-bit kernels, and what either family's launch must say of it."""
+"""Calls on 8-bit operands: shapes of whole ones, and one of the kernels with what a launch must say of it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,17 @@ import pytest
 from cuflash import params
 from cuflash.fp8_plan import Fp8Addresses, Fp8Call
 
-__all__ = ["ADDRESSES", "assert_said", "call_of"]
+__all__ = ["ADDRESSES", "SHAPES", "assert_said", "call_of"]
+
+SHAPES = (
+    ((1, 1), (1, 1), (1, 1)),
+    ((127, 128), (33, 70), (2, 2)),
+    ((129, 257), (16, 16), (6, 2)),
+    ((300, 70), (80, 80), (3, 1)),
+    ((5, 400), (192, 128), (2, 1)),
+    ((64, 64), (250, 256), (2, 2)),
+)
+"""(lengths, head dims, heads) of whole calls: tile edges, odd head dims, groups, rows that see no key."""
 
 ADDRESSES = Fp8Addresses(*(0x10000 * i for i in range(3, 11)))
 

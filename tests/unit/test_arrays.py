@@ -6,7 +6,7 @@ import gc
 import math
 import re
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from decimal import Decimal
 from fractions import Fraction
 from typing import Any, ClassVar
@@ -21,17 +21,9 @@ from cuflash.arrays import bridge
 from cuflash.checks import make_request
 from cuflash.errors import INSTALL_CUDA
 from tests.oracle import DTYPES, assert_accurate, poisoned, randn
-from tests.unit import fake_gpu
 from tests.unit.fake_gpu import FakeGpu
 
 SHAPE = (2, 10, 4, 16)
-
-
-@pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
-    installed = fake_gpu.install(monkeypatch)
-    yield installed
-    fake_gpu.remove(installed)
 
 
 @pytest.fixture(params=["cpu", "gpu"])

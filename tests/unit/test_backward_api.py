@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -10,17 +9,9 @@ import pytest
 
 import cuflash
 from tests.oracle import DTYPES, poisoned, randn
-from tests.unit import fake_gpu
 from tests.unit.fake_gpu import FakeGpu
 
 SHAPE_Q, SHAPE_K, SHAPE_V = (2, 10, 4, 16), (2, 12, 2, 16), (2, 12, 2, 8)
-
-
-@pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
-    installed = fake_gpu.install(monkeypatch)
-    yield installed
-    fake_gpu.remove(installed)
 
 
 def arguments(dtype: str = "float32", causal: Any = False) -> dict[str, Any]:

@@ -24,20 +24,12 @@ from cuflash.reference import oracle
 from tests.gradients import Backward, assert_gradients
 from tests.operands import draw_qkv
 from tests.oracle import poisoned, randn
-from tests.unit import fake_gpu
 from tests.unit.fake_gpu import FakeGpu
 
 NAMES = ("dout", "q", "k", "v", "out", "lse", "dlse")
 CAUSAL = (False, "bottom_right", "top_left")
 FAMILIES = {"backward_sm80": "sm_90", "backward_sm90": "sm_90a"}
 """And the targets of their kernels on a device of compute capability 9.0."""
-
-
-@pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
-    installed = fake_gpu.install(monkeypatch)
-    yield installed
-    fake_gpu.remove(installed)
 
 
 def draw(

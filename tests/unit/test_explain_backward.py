@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -20,18 +19,10 @@ from cuflash.backward_cost import (
     rows_seeing,
 )
 from cuflash.cost import NOMINAL_DEVICES, Shape
-from tests.unit import fake_gpu
 from tests.unit.fake_gpu import FakeGpu
 from tests.unit.test_explain import GIB, arrays, seen, shapes
 
 TASKS = ["backward_rows", "backward", "backward_dq"]
-
-
-@pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
-    installed = fake_gpu.install(monkeypatch)
-    yield installed
-    fake_gpu.remove(installed)
 
 
 # --- the cost model --------------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from itertools import product
 from typing import Any
 
@@ -21,18 +21,12 @@ from tests.operands import draw_codes, draw_scales, scale_options, shapes_of
 from tests.oracle import oracle
 from tests.unit import fake_gpu
 from tests.unit.fake_gpu import FakeGpu
+from tests.unit.fp8_calls import SHAPES
 
 CAUSAL = (False, "bottom_right", "top_left")
 E4M3, E5M2 = FORMATS
 AXES = ("number", 0, 2, 3, None)
 """Kinds of scales: how many axes an array has."""
-
-
-@pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
-    installed = fake_gpu.install(monkeypatch)
-    yield installed
-    fake_gpu.remove(installed)
 
 
 def draw(
@@ -194,18 +188,7 @@ def test_precisions(gpu: FakeGpu) -> None:
     assert cuflash.attention(*arrays, precision="fp8-fast").dtype == ml_dtypes.bfloat16
 
 
-@pytest.mark.parametrize(
-    ("lengths", "dims", "heads"),
-    [
-        ((1, 1), (1, 1), (1, 1)),
-        ((127, 128), (33, 70), (2, 2)),
-        ((129, 257), (16, 16), (6, 2)),
-        ((300, 70), (80, 80), (3, 1)),
-        ((5, 400), (192, 128), (2, 1)),
-        ((64, 64), (250, 256), (2, 2)),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("lengths", "dims", "heads"), SHAPES, ids=str)
 @pytest.mark.parametrize("causal", CAUSAL)
 def test_shapes(gpu: FakeGpu, lengths: Any, dims: Any, heads: Any, causal: Any) -> None:
     """Tile edges, odd head dims, groups, rows that see no key."""

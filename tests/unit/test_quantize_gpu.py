@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 from typing import Any
 
 import ml_dtypes
@@ -14,15 +13,7 @@ import cuflash
 from cuflash import jit, quantize_plan
 from tests.operands import draw_qkv
 from tests.oracle import strided_copy
-from tests.unit import fake_gpu
 from tests.unit.fake_gpu import FakeGpu
-
-
-@pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
-    installed = fake_gpu.install(monkeypatch)
-    yield installed
-    fake_gpu.remove(installed)
 
 
 def draw(lengths: tuple[int, int] = (130, 300), dims: tuple[int, int] = (64, 40), dtype: str = "float16") -> list[Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Iterator
 from functools import partial
 from itertools import product
 from typing import Any
@@ -22,15 +21,9 @@ from tests.operands import draw_qkv
 from tests.oracle import DTYPES
 from tests.unit import fake_gpu
 from tests.unit.fake_gpu import FakeGpu
+from tests.unit.fp8_calls import SHAPES
 
 CAUSAL = (False, "bottom_right", "top_left")
-
-
-@pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
-    installed = fake_gpu.install(monkeypatch)
-    yield installed
-    fake_gpu.remove(installed)
 
 
 def draw(
@@ -76,18 +69,7 @@ def test_as_on_the_cpu(gpu: FakeGpu, causal: Any, options: dict[str, Any], layou
     assert (problem.arch, problem.input_dtype, problem.dtype) == ("sm_90a", "float8_e4m3fn", "float16")
 
 
-@pytest.mark.parametrize(
-    ("lengths", "dims", "heads"),
-    [
-        ((1, 1), (1, 1), (1, 1)),
-        ((127, 128), (33, 70), (2, 2)),
-        ((129, 257), (16, 16), (6, 2)),
-        ((300, 70), (80, 80), (3, 1)),
-        ((5, 400), (192, 128), (2, 1)),
-        ((64, 64), (250, 256), (2, 2)),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("lengths", "dims", "heads"), SHAPES, ids=str)
 @pytest.mark.parametrize("causal", CAUSAL)
 def test_shapes(gpu: FakeGpu, lengths: Any, dims: Any, heads: Any, causal: Any) -> None:
     """Tile edges, odd head dims, groups, rows that see no key."""

@@ -299,7 +299,7 @@ def test_the_memory_of_maps_is_bounded(gpu: FakeGpu, monkeypatch: pytest.MonkeyP
     for i in range(50):
         cuflash.attention(gpu.at((1 << 44) + (i << 20), (1, 128, 8, 64)), k, v)
         assert gpu.launches[-1].params["q_map"].address == (1 << 44) + (i << 20)
-    assert len(jit._places) == len(jit._tensor_maps) == 8
+    assert len(jit.places) == len(jit._tensor_maps) == 8
 
 
 def test_threads_share_the_maps(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
