@@ -12,12 +12,6 @@ from .sm90_config import WARPGROUP, WARPGROUP_ROWS
 
 ROW_CONSTANT_BYTES = 8
 """LSE and delta of a query row."""
-WORK_STAGES = 2
-"""Numbers of work tiles in the shared memory of a Hopper kernel: this one's and the next."""
-ZERO_BYTES = 4096
-"""Zeros in the shared memory of a Hopper kernel, from which sums of dQ are cleared."""
-OWN_BARRIERS = 3
-"""mbarriers of a Hopper kernel that its first warpgroup has for itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,8 +97,34 @@ class BackwardConfig(KernelConfig):
         ]
 
 
+@dataclass(frozen=True, kw_only=True, init=False, repr=False, eq=False)
+class _PersistentConfig(KernelConfig):
+    """What the main kernels of the Hopper backward pass have in common."""
+
+    stored_keys: ClassVar[int] = WARPGROUP_ROWS
+    """Keys whose dK or dV leave at once."""
+    consumers: ClassVar[int] = 2
+    producer_registers: ClassVar[int] = 24
+    consumer_registers: ClassVar[int] = 240
+    """Of each thread after ``setmaxnreg``; together all that a block has."""
+    work_stages: ClassVar[int] = 2
+    """Numbers of work tiles in shared memory: this one's and the next."""
+    zero_bytes: ClassVar[int] = 4096
+    """Zeros in shared memory, from which sums of dQ are cleared."""
+    own_barriers: ClassVar[int] = 3
+    """mbarriers that the first warpgroup has for itself."""
+
+    @property
+    def threads(self) -> int:
+        return WARPGROUP * (self.consumers + 1)
+
+    @property
+    def ctas(self) -> int:
+        return 1
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BackwardSm90Config(KernelConfig):
+class BackwardSm90Config(_PersistentConfig):
     """The main kernel of the Hopper backward pass: TMA, ``wgmma``, tiles of 128 keys.
 
     Parameters
@@ -121,13 +141,7 @@ class BackwardSm90Config(KernelConfig):
     family: ClassVar[str] = "backward_sm90"
     block_n: ClassVar[int] = 128
     """Keys of a tile: 64 for each consumer."""
-    stored_keys: ClassVar[int] = WARPGROUP_ROWS
-    """Keys whose dK or dV leave at once."""
-    consumers: ClassVar[int] = 2
     ds_buffers: ClassVar[int] = 2
-    producer_registers: ClassVar[int] = 24
-    consumer_registers: ClassVar[int] = 240
-    """Of each thread after ``setmaxnreg``; together all that a block has."""
 
     block_m: int
     q_stages: int
@@ -142,14 +156,6 @@ class BackwardSm90Config(KernelConfig):
                 raise ValueError(
                     f"{name} is {stages}; accepted are 2 and more: one buffer is read while another is filled"
                 )
-
-    @property
-    def threads(self) -> int:
-        return WARPGROUP * (self.consumers + 1)
-
-    @property
-    def ctas(self) -> int:
-        return 1
 
     @property
     def label(self) -> str:
@@ -176,7 +182,7 @@ class BackwardSm90Config(KernelConfig):
         pitch_k, pitch_v = pitches(problem)
         dq = max(WARPGROUP_ROWS * self.dq_columns(problem) * 4, self.stored_keys * pitch_k)
         # Numbers of work tiles, K and V, each stage of Q and dO, each buffer of dS: a pair; dK and dV of each consumer.
-        barriers = 2 * (WORK_STAGES + 2 + self.q_stages + self.dout_stages + self.ds_buffers) + 2 * self.consumers
+        barriers = 2 * (self.work_stages + 2 + self.q_stages + self.dout_stages + self.ds_buffers) + 2 * self.consumers
         return [
             ("k", self.block_n * pitch_k),
             ("v_and_dv", self.block_n * pitch_v),
@@ -185,14 +191,14 @@ class BackwardSm90Config(KernelConfig):
             *((f"ds{i}", self.block_m * self.block_n * ELEMENT_BYTES) for i in range(self.ds_buffers)),
             *((f"dq{i}_and_dk{i}", dq) for i in range(self.consumers)),
             *((f"rows{i}", self.block_m * ROW_CONSTANT_BYTES) for i in range(self.q_stages)),
-            ("zeros", ZERO_BYTES),
-            ("work", 4 * WORK_STAGES),
-            ("barriers", 8 * (barriers + OWN_BARRIERS)),
+            ("zeros", self.zero_bytes),
+            ("work", 4 * self.work_stages),
+            ("barriers", 8 * (barriers + self.own_barriers)),
         ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BackwardWideConfig(KernelConfig):
+class BackwardWideConfig(_PersistentConfig):
     """The main kernel of the Hopper backward pass for head dims above 128: tiles of 64 keys.
 
     One consumer warpgroup computes P^T, the other dS^T, and each about half of the columns of dK, dV and dQ.
@@ -201,21 +207,8 @@ class BackwardWideConfig(KernelConfig):
     family: ClassVar[str] = "backward_sm90_wide"
     block_m: ClassVar[int] = WARPGROUP_ROWS
     block_n: ClassVar[int] = WARPGROUP_ROWS
-    stored_keys: ClassVar[int] = WARPGROUP_ROWS
-    consumers: ClassVar[int] = 2
     stages: ClassVar[int] = 2
     """Buffers of Q, and of dO."""
-    producer_registers: ClassVar[int] = 24
-    consumer_registers: ClassVar[int] = 240
-    """Of each thread after ``setmaxnreg``; together all that a block has."""
-
-    @property
-    def threads(self) -> int:
-        return WARPGROUP * (self.consumers + 1)
-
-    @property
-    def ctas(self) -> int:
-        return 1
 
     @property
     def label(self) -> str:
@@ -236,7 +229,7 @@ class BackwardWideConfig(KernelConfig):
         """K and V (later dK and dV), every stage's Q and dO, P^T in float32, dS^T, row constants, mbarriers."""
         pitch_k, pitch_v = pitches(problem)
         # Numbers of work tiles, each stage of Q and dO, P^T and dS^T: a pair; K four, V three, sums of dQ one.
-        barriers = 2 * (WORK_STAGES + 2 * self.stages + 2) + 4 + 3 + 1
+        barriers = 2 * (self.work_stages + 2 * self.stages + 2) + 4 + 3 + 1
         return [
             ("k_and_dk", self.block_n * pitch_k),
             ("v_and_dv", self.block_n * pitch_v),
@@ -245,9 +238,9 @@ class BackwardWideConfig(KernelConfig):
             ("p", self.block_m * self.block_n * 4),
             ("ds", self.block_m * self.block_n * ELEMENT_BYTES),
             *((f"rows{i}", self.block_m * ROW_CONSTANT_BYTES) for i in range(self.stages)),
-            ("zeros", ZERO_BYTES),
-            ("work", 4 * WORK_STAGES),
-            ("barriers", 8 * (barriers + OWN_BARRIERS)),
+            ("zeros", self.zero_bytes),
+            ("work", 4 * self.work_stages),
+            ("barriers", 8 * (barriers + self.own_barriers)),
         ]
 
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from . import kernels
 from .arch import backward
-from .backward_config import BackwardConfig, MainConfig
+from .backward_config import HopperConfig, MainConfig
 from .backward_params import BACKWARD_DQ, BACKWARD_ROWS, BACKWARD_SM80, BACKWARD_SM90
 from .backward_request import BackwardRequest
 from .errors import UnsupportedError
@@ -139,23 +139,22 @@ def backward_grid(
     deterministic : bool
     """
     batch_heads, group, seqlen_q, seqlen_k = sizes
+    hopper = isinstance(config, HopperConfig)
     m_tiles, n_tiles = -(-seqlen_q // config.block_m), -(-seqlen_k // config.block_n)
-    shares = 1
-    if not isinstance(config, BackwardConfig):
-        shares = _shares(group, n_tiles * batch_heads // group, multiprocessors)
+    shares = _shares(group, n_tiles * batch_heads // group, multiprocessors) if hopper else 1
     group //= shares
     heads = batch_heads // group
     turn_group, turn_shift = n_tiles, 0
     shifted = _turns(m_tiles, n_tiles, heads, multiprocessors)
-    if deterministic and problem.mask == "full" and not isinstance(config, BackwardConfig) and shifted:
+    if deterministic and problem.mask == "full" and hopper and shifted:
         turn_group, turn_shift = shifted
         section = multiprocessors // turn_group
     else:
         of_a_head = group * seqlen_q, n_tiles
-        section = _section(problem, config, heads, of_a_head, multiprocessors, deterministic)
+        section = _section(problem, hopper, heads, of_a_head, multiprocessors, deterministic)
     work_tiles, section = n_tiles * heads, min(section, heads)
     blocks, cleared_heads = work_tiles, heads
-    if not isinstance(config, BackwardConfig):
+    if hopper:
         blocks = min(work_tiles, multiprocessors)
         cleared_heads = min(heads, section * -(-multiprocessors // (section * n_tiles)))
     return BackwardGrid(m_tiles, n_tiles, section, work_tiles, blocks, turn_group, turn_shift, shares, cleared_heads)
@@ -163,7 +162,7 @@ def backward_grid(
 
 def _section(
     problem: AttentionProblem,
-    config: MainConfig,
+    hopper: bool,
     heads: int,
     of_a_head: tuple[int, int],
     multiprocessors: int,
@@ -181,7 +180,7 @@ def _section(
         return 1
     row_bytes = 2 * (problem.head_dim + problem.head_dim_v) + 4 * problem.head_dim
     section = max(1, L2_SECTION_BYTES // (rows * row_bytes))
-    if isinstance(config, BackwardConfig) or not causal:
+    if not hopper or not causal:
         return section
     whole_device = -(-multiprocessors // n_tiles)
     if n_tiles <= FEW_TILES and not deterministic:
@@ -201,7 +200,7 @@ def _shares(group: int, tiles: int, multiprocessors: int) -> int:
 def _turns(m_tiles: int, n_tiles: int, heads: int, multiprocessors: int) -> tuple[int, int] | None:
     """Group and shift of the turns; None where groups of all heads together would leave multiprocessors idle.
 
-    Blocks are two query tiles apart: passing a turn on takes longer than a step, and what one has read and added to
+    Key tiles are two query tiles apart: passing a turn on takes longer than a step, and what one has read and added to
     must still lie in the L2 cache for the next. A group that waits for room holds what it has: so it is small beside
     the device, of which other work may have taken a part.
     """
