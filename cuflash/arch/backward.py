@@ -100,7 +100,7 @@ HOPPER: tuple[Row[HopperConfig], ...] = (
     _hopper_row(64, 128, stages=(2, 2), in_turns=True, masks=("causal",),
                 reason="198 KiB; turns and a third Q stage within 1 %"),
     _hopper_row(128, 64, stages=(3, 2), in_turns=True,
-                reason="214 KiB; turns are worth 5 to 8 %, 4 to 11 % under a causal mask"),
+                reason="214 KiB; turns were worth 5 to 8 %, 4 to 11 % under a causal mask, with a tile for each block"),
     Row(("sm_90a",), 256, 256, MASKS, BackwardWideConfig(reason="dK and dV of 64 keys take 128 registers; 221 KiB")),
 )  # fmt: skip
 

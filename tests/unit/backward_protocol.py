@@ -1,7 +1,7 @@
 """What the models of both Hopper backward kernels share: work tiles, their loader, and the sums of dQ.
 
-With the names of `partials/backward_loads.j2`. Other blocks are there as far as they clear sums and add to them in
-turns; a model of many blocks is in `test_backward_gpu`.
+With the names of `partials/backward_tiles.j2` and `backward_loads.j2`. Other blocks are there as far as they clear sums
+and add to them in turns; a model of many blocks is in `test_backward_gpu`.
 """
 
 from __future__ import annotations
@@ -381,7 +381,7 @@ SHARED_DIGESTS: dict[str, str] = {
     "clear_sums_ahead": "7437ca2f",
     "wait_for_zeros": "a1079146",
 }
-"""Of what a model has of `partials/backward_loads.j2`; below it, of a kernel."""
+"""Of what a model has of the partials that both kernels include; below it, of a kernel."""
 
 
 def functions(text: str, structs: Iterable[str]) -> dict[str, str]:
