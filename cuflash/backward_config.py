@@ -12,6 +12,8 @@ from .sm90_config import WARPGROUP, WARPGROUP_ROWS
 
 ROW_CONSTANT_BYTES = 8
 """LSE and delta of a query row."""
+CHUNK_BYTES = PITCH_STEP * ELEMENT_BYTES
+"""Of a row: the columns that one TMA load brings."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,6 +113,8 @@ class _PersistentConfig(KernelConfig):
     """Numbers of work tiles in shared memory: this one's and the next."""
     zero_bytes: ClassVar[int] = 4096
     """Zeros in shared memory, from which sums of dQ are cleared."""
+    cluster: ClassVar[int] = 1
+    """Thread blocks that work on a tile together."""
     own_barriers: ClassVar[int] = 3
     """mbarriers that the first warpgroup has for itself."""
 
@@ -199,48 +203,77 @@ class BackwardSm90Config(_PersistentConfig):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackwardWideConfig(_PersistentConfig):
-    """The main kernel of the Hopper backward pass for head dims above 128: tiles of 64 keys.
+    """The main kernel of the Hopper backward pass for head dims above 128: tiles of 128 keys for two thread blocks.
 
-    One consumer warpgroup computes P^T, the other dS^T, and each about half of the columns of dK, dV and dQ.
+    One block computes P^T and dK, the other dS^T and dV, and each some columns of dQ.
     """
 
     family: ClassVar[str] = "backward_sm90_wide"
     block_m: ClassVar[int] = WARPGROUP_ROWS
-    block_n: ClassVar[int] = WARPGROUP_ROWS
-    stages: ClassVar[int] = 2
-    """Buffers of Q, and of dO."""
+    block_n: ClassVar[int] = 128
+    """Keys of a tile: 64 for each consumer of a block."""
+    cluster: ClassVar[int] = 2
+    q_stages: ClassVar[int] = 3
+    """Buffers of Q, of which a step's is read twice, two steps apart."""
+    dout_stages: ClassVar[int] = 2
+    ds_buffers: ClassVar[int] = 2
+
+    in_turns: bool = True
 
     @property
     def label(self) -> str:
-        return f"m{self.block_m}n{self.block_n}s{self.stages}"
+        return f"m{self.block_m}n{self.block_n}s{self.q_stages}{self.dout_stages}c{self.cluster}{'p' * self.in_turns}"
 
     @property
     def summary(self) -> str:
         return (
-            f"{self.block_m} queries x {self.block_n} keys, {self.consumers} consumer warpgroups that share columns, "
-            f"{self.stages} buffers of Q and of dO"
+            f"{self.block_m} queries x {self.block_n} keys for two thread blocks, {self.consumers} consumer warpgroups "
+            f"in each, {self.q_stages} Q and {self.dout_stages} dO buffers"
         )
+
+    def dq_chunks(self, problem: AttentionProblem) -> int:
+        """Of the 64-column chunks of dQ those that the first block computes: so many that both have about the same."""
+        chunks, chunks_v = (-(-pitch // CHUNK_BYTES) for pitch in pitches(problem))
+        least, most = max(0, chunks - 2), min(2, chunks)
+        # Products of 64 columns: S^T, dK and its dQ here; dP^T, dV and the other dQ there.
+        return min(range(most, max(least, 1) - 1, -1), key=lambda n: abs(2 * chunks + n - (2 * chunks_v + chunks - n)))
 
     def kv_sums(self, problem: AttentionProblem) -> int:
         """As of `BackwardSm90Config`."""
-        return self.block_n * (round_up(problem.head_dim, PITCH_STEP) + round_up(problem.head_dim_v, PITCH_STEP))
+        return self.block_n * (round_up(problem.head_dim, 16) + round_up(problem.head_dim_v, 16))
+
+    def tile_sizes(self, problem: AttentionProblem) -> tuple[list[tuple[str, int]], list[tuple[str, int]]]:
+        """Tiles of the first block, K (later dK), Q, dS^T, zeros; of the second, V (later dV), columns of K, dO, P^T, dS^T."""
+        pitch_k, pitch_v = pitches(problem)
+        ds = [(f"ds{i}", self.block_m * self.block_n * ELEMENT_BYTES) for i in range(self.ds_buffers)]
+        columns = pitch_k - self.dq_chunks(problem) * CHUNK_BYTES
+        first = [
+            ("k_and_dk", self.block_n * pitch_k),
+            *((f"q{i}", self.block_m * pitch_k) for i in range(self.q_stages)),
+            *ds,
+            ("zeros", self.zero_bytes),
+        ]
+        second = [
+            ("v_and_dv", self.block_n * pitch_v),
+            ("k_columns", self.block_n * columns),
+            *((f"dout{i}", self.block_m * pitch_v) for i in range(self.dout_stages)),
+            ("p", self.block_m * self.block_n * 4),
+            *ds,
+        ]
+        return first, second
+
+    def tile_bytes(self, problem: AttentionProblem) -> int:
+        """What the tiles of either block take."""
+        return max(sum(size for _, size in tiles) for tiles in self.tile_sizes(problem))
 
     def smem_sizes(self, problem: AttentionProblem) -> Sequence[tuple[str, int]]:
-        """K and V (later dK and dV), every stage's Q and dO, P^T in float32, dS^T, row constants, mbarriers."""
-        pitch_k, pitch_v = pitches(problem)
-        # Numbers of work tiles, each stage of Q and dO, P^T and dS^T: a pair; K four, V three, sums of dQ one.
-        barriers = 2 * (self.work_stages + 2 * self.stages + 2) + 4 + 3 + 1
+        """The tiles of the block that has more; row constants, numbers of work tiles, mbarriers."""
+        tiles = max(self.tile_sizes(problem), key=lambda tiles: sum(size for _, size in tiles))
         return [
-            ("k_and_dk", self.block_n * pitch_k),
-            ("v_and_dv", self.block_n * pitch_v),
-            *((f"q{i}", self.block_m * pitch_k) for i in range(self.stages)),
-            *((f"dout{i}", self.block_m * pitch_v) for i in range(self.stages)),
-            ("p", self.block_m * self.block_n * 4),
-            ("ds", self.block_m * self.block_n * ELEMENT_BYTES),
-            *((f"rows{i}", self.block_m * ROW_CONSTANT_BYTES) for i in range(self.stages)),
-            ("zeros", self.zero_bytes),
-            ("work", 4 * self.work_stages),
-            ("barriers", 8 * (barriers + self.own_barriers)),
+            *tiles,
+            *((f"rows{i}", self.block_m * ROW_CONSTANT_BYTES) for i in range(self.q_stages)),
+            ("work", 4 * self.work_stages + 8),
+            ("barriers", 8 * (25 + 2 * self.q_stages)),
         ]
 
 

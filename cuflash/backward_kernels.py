@@ -140,6 +140,8 @@ def backward_grid(
     """
     batch_heads, group, seqlen_q, seqlen_k = sizes
     hopper = isinstance(config, HopperConfig)
+    if isinstance(config, HopperConfig):
+        multiprocessors //= config.cluster
     m_tiles, n_tiles = -(-seqlen_q // config.block_m), -(-seqlen_k // config.block_n)
     shares = _shares(group, n_tiles * batch_heads // group, multiprocessors) if hopper else 1
     group //= shares
@@ -154,8 +156,8 @@ def backward_grid(
         section = _section(problem, hopper, heads, of_a_head, multiprocessors, deterministic)
     work_tiles, section = n_tiles * heads, min(section, heads)
     blocks, cleared_heads = work_tiles, heads
-    if hopper:
-        blocks = min(work_tiles, multiprocessors)
+    if isinstance(config, HopperConfig):
+        blocks = min(work_tiles, multiprocessors) * config.cluster
         cleared_heads = min(heads, section * -(-multiprocessors // (section * n_tiles)))
     return BackwardGrid(m_tiles, n_tiles, section, work_tiles, blocks, turn_group, turn_shift, shares, cleared_heads)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from . import driver, jit
-from .backward_config import BackwardConfig, MainConfig
+from .backward_config import BackwardConfig, HopperConfig, MainConfig
 from .backward_kernels import BackwardGrid, backward_grid, problems_for
 from .backward_params import BACKWARD_DQ, BACKWARD_ROWS, BACKWARD_SM80, BACKWARD_SM90
 from .backward_request import BackwardRequest
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 ROW_TILE = 32
 """Rows of a thread block of the first kernel; query tiles are multiples."""
-JOINED = 2
-"""Counts of a key tile that others share, one for each consumer."""
+TURNS = 2
+"""Turns of so many rows: those who add different columns at the same time have their own."""
 WORKSPACE_ALIGN = 16
 MAX_BLOCKS = 2**31 - 1
 
@@ -59,7 +59,7 @@ class Workspace(NamedTuple):
         """For the query rows of all heads, each padded to whole query tiles; counts, and sums of dK and dV."""
         rows = padded_rows * -(-head_dim // 16) * 16 * 4
         turns = rows + padded_rows * 8
-        sums = -(-(turns + padded_rows // ROW_TILE * 4 * deterministic) // WORKSPACE_ALIGN) * WORKSPACE_ALIGN
+        sums = -(-(turns + padded_rows // ROW_TILE * TURNS * 4 * deterministic) // WORKSPACE_ALIGN) * WORKSPACE_ALIGN
         counted = sums + kv_sums * 4
         return cls(
             rows,
@@ -225,7 +225,7 @@ def plan_with(
     }
     counts = kv_sums = 0
     if not isinstance(config, BackwardConfig):
-        counts = _first_cleared(grid) + grid.work_tiles // grid.n_tiles
+        counts = _first_cleared(config, grid) + grid.work_tiles // grid.n_tiles
         kv_sums = _shared_tiles(grid) * config.kv_sums(main.problem)
     of_a_head = row_tiles * forward.heads // (forward.heads_k * grid.shares)
     cleared = {"counted": counts, "cleared_tiles": grid.cleared_heads * of_a_head}
@@ -248,9 +248,9 @@ def _shared_tiles(grid: BackwardGrid) -> int:
     return grid.work_tiles // grid.shares if grid.shares > 1 else 0
 
 
-def _first_cleared(grid: BackwardGrid) -> int:
+def _first_cleared(config: HopperConfig, grid: BackwardGrid) -> int:
     """Place of a head's count among the counts: behind the one of tiles taken, and those of shares joined."""
-    return 1 + JOINED * _shared_tiles(grid)
+    return 1 + config.cluster * config.consumers * _shared_tiles(grid)
 
 
 def _last_launch(request: BackwardRequest, last: LoadedKernel, row_blocks: int, common: dict[str, Any]) -> Launch:
@@ -266,7 +266,7 @@ def _main_tail(request: BackwardRequest, config: MainConfig, grid: BackwardGrid)
     work = {
         "work_tiles": grid.work_tiles,
         "cleared_heads": grid.cleared_heads,
-        "first_cleared": _first_cleared(grid),
+        "first_cleared": _first_cleared(config, grid),
         "shares": fast_div(grid.shares),
     }
     return BACKWARD_SM90.pack_tail(values | turns | work)

@@ -25,9 +25,9 @@ DEVICE void exponentials(float (&s)[kQueries / 2], u32 rows, float scale_log2, K
     }
 }
 
-// dS = P * (dP - delta), in place of dP.
+// dS = P * (dP - delta), in place of dP; of as many queries.
 template <int kQueries>
-DEVICE void differentials(float (&dp)[kQueries / 2], const float (&p)[kQueries / 2], u32 rows) {
+DEVICE void differentials(float* dp, const float* p, u32 rows) {
     #pragma unroll
     for (int i = 0; i < kQueries / 8; i++) {
         float delta[2];

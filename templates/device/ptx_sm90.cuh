@@ -39,6 +39,40 @@ DEVICE void mbarrier_arrive_after(u32 bar, bool elected, float a, float b) {
                  :: "r"(bar), "r"((int)elected), "r"(float_bits(a)), "r"(float_bits(b)) : "memory");
 }
 
+// ---- the other thread block of a cluster of two (9.7.9.23: mapa; 9.7.13.4: barrier.cluster). Addresses in its shared memory, from peer_address, are for
+// the instructions named here only.
+
+DEVICE u32 cluster_rank() {
+    u32 rank;
+    asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    return rank;
+}
+DEVICE void cluster_sync() { asm volatile("barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;" ::: "memory"); }
+// Where block `rank` has what lies at this address here.
+DEVICE u32 peer_address(u32 address, u32 rank) {
+    u32 there;
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
+    return there;
+}
+DEVICE void mbarrier_arrive_peer(u32 bar) { asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" :: "r"(bar) : "memory"); }
+DEVICE void mbarrier_arrive_expect_peer(u32 bar, int bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.release.cluster.shared::cluster.b64 _, [%0], %1;" :: "r"(bar), "r"(bytes) : "memory");
+}
+// As mbarrier_wait, where threads of the other block arrive: what they wrote before can be seen.
+DEVICE void mbarrier_wait_peer(u32 bar, u32 parity) {
+    asm volatile("{.reg .pred p; again%=: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%0], %1; @p bra done%=; bra again%=; done%=: }"
+                 :: "r"(bar), "r"(parity) : "memory");
+}
+DEVICE void st_peer(u32 address, int x) { asm volatile("st.shared::cluster.b32 [%0], %1;" :: "r"(address), "r"(x) : "memory"); }
+DEVICE void st_peer_f32x4(u32 address, const float* x) {
+    asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" :: "r"(address), "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3]) : "memory");
+}
+// Its bytes are announced to the other block's barrier, and land there (9.7.9.25.4).
+DEVICE void bulk_copy_to_peer(u32 to, u32 src, int bytes, u32 bar) {
+    asm volatile("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+                 :: "r"(to), "r"(src), "r"(bytes), "r"(bar) : "memory");
+}
+
 // ---- named barriers (9.7.13.1) and registers (9.7.19.5)
 
 DEVICE void named_barrier_sync(int id, int threads) { asm volatile("bar.sync %0, %1;" :: "r"(id), "r"(threads) : "memory"); }
