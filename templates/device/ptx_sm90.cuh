@@ -54,18 +54,18 @@ DEVICE u32 peer_address(u32 address, u32 rank) {
     asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
     return there;
 }
-DEVICE void mbarrier_arrive_peer(u32 bar) { asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" :: "r"(bar) : "memory"); }
+// Releases to this block alone: what else the thread has under way, sums in global memory for instance, need not have been done.
+DEVICE void mbarrier_arrive_peer(u32 bar) { asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" :: "r"(bar) : "memory"); }
 DEVICE void mbarrier_arrive_expect_peer(u32 bar, int bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.release.cluster.shared::cluster.b64 _, [%0], %1;" :: "r"(bar), "r"(bytes) : "memory");
+    asm volatile("mbarrier.arrive.expect_tx.shared::cluster.b64 _, [%0], %1;" :: "r"(bar), "r"(bytes) : "memory");
 }
-// As mbarrier_wait, where threads of the other block arrive: what they wrote before can be seen.
-DEVICE void mbarrier_wait_peer(u32 bar, u32 parity) {
-    asm volatile("{.reg .pred p; again%=: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%0], %1; @p bra done%=; bra again%=; done%=: }"
-                 :: "r"(bar), "r"(parity) : "memory");
+// 16 bytes, of which the other block's barrier hears when they lie there (9.7.9.12: st.async).
+DEVICE void st_peer_f32x4(u32 address, const float* x, u32 bar) {
+    asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];"
+                 :: "r"(address), "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3]), "r"(bar) : "memory");
 }
-DEVICE void st_peer(u32 address, int x) { asm volatile("st.shared::cluster.b32 [%0], %1;" :: "r"(address), "r"(x) : "memory"); }
-DEVICE void st_peer_f32x4(u32 address, const float* x) {
-    asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" :: "r"(address), "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3]) : "memory");
+DEVICE void st_peer_s32(u32 address, int x, u32 bar) {
+    asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.s32 [%0], %1, [%2];" :: "r"(address), "r"(x), "r"(bar) : "memory");
 }
 // Its bytes are announced to the other block's barrier, and land there (9.7.9.25.4).
 DEVICE void bulk_copy_to_peer(u32 to, u32 src, int bytes, u32 bar) {
