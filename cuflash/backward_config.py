@@ -218,7 +218,8 @@ class BackwardWideConfig(_PersistentConfig):
     dout_stages: ClassVar[int] = 2
     ds_buffers: ClassVar[int] = 2
 
-    in_turns: bool = True
+    in_turns: bool = False
+    zero_bytes: ClassVar[int] = 1024
 
     @property
     def label(self) -> str:
@@ -251,13 +252,12 @@ class BackwardWideConfig(_PersistentConfig):
             ("k_and_dk", self.block_n * pitch_k),
             *((f"q{i}", self.block_m * pitch_k) for i in range(self.q_stages)),
             *ds,
-            ("zeros", self.zero_bytes),
         ]
         second = [
             ("v_and_dv", self.block_n * pitch_v),
             ("k_columns", self.block_n * columns),
             *((f"dout{i}", self.block_m * pitch_v) for i in range(self.dout_stages)),
-            ("p", self.block_m * self.block_n * 4),
+            ("p", self.block_m * self.block_n * ELEMENT_BYTES),
             *ds,
         ]
         return first, second
@@ -272,6 +272,8 @@ class BackwardWideConfig(_PersistentConfig):
         return [
             *tiles,
             *((f"rows{i}", self.block_m * ROW_CONSTANT_BYTES) for i in range(self.q_stages)),
+            *((f"dq{i}", 64 * 32 * 4) for i in range(self.consumers)),
+            ("zeros", self.zero_bytes),
             ("work", 4 * self.work_stages + 8),
             ("barriers", 8 * (25 + 2 * self.q_stages)),
         ]

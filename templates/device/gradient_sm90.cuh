@@ -7,9 +7,9 @@
 // Which of these pairs exist, counted from the thread's first key: how many keys there are, and the last one that its first query sees.
 struct KeysLeft { int keys, last; };
 
-// P = exp(S - LSE). None is above 1: a rounded LSE of large magnitude must not make it so. `rows`: where the constants of the thread's
+// P = exp(S - LSE), times 2^kShift. None is above that: a rounded LSE of large magnitude must not make it so. `rows`: where the constants of the thread's
 // first query lie.
-template <int kQueries, bool kMasked, bool kCausal>
+template <int kQueries, bool kMasked, bool kCausal, int kShift = 0>
 DEVICE void exponentials(float (&s)[kQueries / 2], u32 rows, float scale_log2, KeysLeft left) {
     #pragma unroll
     for (int i = 0; i < kQueries / 8; i++) {
@@ -18,21 +18,25 @@ DEVICE void exponentials(float (&s)[kQueries / 2], u32 rows, float scale_log2, K
         #pragma unroll
         for (int e = 0; e < 4; e++) {
             float& x = s[4 * i + e];
-            x = exp2_approx(min_nan_f32(fma_f32(x, scale_log2, -lse[e & 1]), 0.f));
+            x = exp2_approx(min_nan_f32(fma_f32(x, scale_log2, kShift - lse[e & 1]), kShift));
             const int key = 8 * (e / 2), query = 8 * i + (e & 1);
             if (kMasked && (key >= left.keys || (kCausal && key - query > left.last))) x = 0.f;
         }
     }
 }
 
-// dS = P * (dP - delta), in place of dP; of as many queries.
-template <int kQueries>
+// dS = P * (dP - delta), in place of dP; of as many queries. P is 2^kShift times as large.
+template <int kQueries, int kShift = 0>
 DEVICE void differentials(float* dp, const float* p, u32 rows) {
     #pragma unroll
     for (int i = 0; i < kQueries / 8; i++) {
         float delta[2];
         ld_shared_f32x2(rows + RowLayout<true>::kDelta + RowLayout<true>::lse(8 * i), delta);
         #pragma unroll
-        for (int e = 0; e < 4; e++) dp[4 * i + e] = p[4 * i + e] * (dp[4 * i + e] - delta[e & 1]);
+        for (int e = 0; e < 4; e++) {
+            float& x = dp[4 * i + e];
+            constexpr float kUnit = 1.f / (1 << kShift);
+            x = p[4 * i + e] * (kShift == 0 ? x - delta[e & 1] : fma_f32(x, kUnit, -kUnit * delta[e & 1]));
+        }
     }
 }

@@ -60,9 +60,9 @@ DEVICE void mbarrier_arrive_expect_peer(u32 bar, int bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cluster.b64 _, [%0], %1;" :: "r"(bar), "r"(bytes) : "memory");
 }
 // 16 bytes, of which the other block's barrier hears when they lie there (9.7.9.12: st.async).
-DEVICE void st_peer_f32x4(u32 address, const float* x, u32 bar) {
-    asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];"
-                 :: "r"(address), "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3]), "r"(bar) : "memory");
+DEVICE void st_peer_x4(u32 address, const u32* x, u32 bar) {
+    asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, [%5];"
+                 :: "r"(address), "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]), "r"(bar) : "memory");
 }
 DEVICE void st_peer_s32(u32 address, int x, u32 bar) {
     asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.s32 [%0], %1, [%2];" :: "r"(address), "r"(x), "r"(bar) : "memory");
@@ -132,6 +132,9 @@ DEVICE void st_shared_v4(u32 address, int a, int b, int c, int d) {
 }
 DEVICE void ld_shared_v4(u32 address, int& a, int& b, int& c, int& d) {
     asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(a), "=r"(b), "=r"(c), "=r"(d) : "r"(address) : "memory");
+}
+DEVICE void ld_shared_x4(u32 address, u32* x) {
+    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(address) : "memory");
 }
 DEVICE int ld_shared_s32(u32 address) {
     int x;
