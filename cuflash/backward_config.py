@@ -252,6 +252,7 @@ class BackwardWideConfig(_PersistentConfig):
             ("k_and_dk", self.block_n * pitch_k),
             *((f"q{i}", self.block_m * pitch_k) for i in range(self.q_stages)),
             *ds,
+            *((f"dq{i}", 64 * 64 * 4) for i in range(self.consumers)),
         ]
         second = [
             ("v_and_dv", self.block_n * pitch_v),
@@ -272,7 +273,6 @@ class BackwardWideConfig(_PersistentConfig):
         return [
             *tiles,
             *((f"rows{i}", self.block_m * ROW_CONSTANT_BYTES) for i in range(self.q_stages)),
-            *((f"dq{i}", 64 * 32 * 4) for i in range(self.consumers)),
             ("zeros", self.zero_bytes),
             ("work", 4 * self.work_stages + 8),
             ("barriers", 8 * (25 + 2 * self.q_stages)),
