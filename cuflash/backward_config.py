@@ -213,13 +213,13 @@ class BackwardWideConfig(_PersistentConfig):
     block_n: ClassVar[int] = 128
     """Keys of a tile: 64 for each consumer of a block."""
     cluster: ClassVar[int] = 2
+    zero_bytes: ClassVar[int] = 4096
     q_stages: ClassVar[int] = 3
     """Buffers of Q, of which a step's is read twice, two steps apart."""
     dout_stages: ClassVar[int] = 2
     ds_buffers: ClassVar[int] = 2
 
     in_turns: bool = False
-    zero_bytes: ClassVar[int] = 1024
 
     @property
     def label(self) -> str:
@@ -252,13 +252,13 @@ class BackwardWideConfig(_PersistentConfig):
             ("k_and_dk", self.block_n * pitch_k),
             *((f"q{i}", self.block_m * pitch_k) for i in range(self.q_stages)),
             *ds,
-            *((f"dq{i}", 64 * 64 * 4) for i in range(self.consumers)),
+            ("zeros", self.zero_bytes),
         ]
         second = [
             ("v_and_dv", self.block_n * pitch_v),
             ("k_columns", self.block_n * columns),
             *((f"dout{i}", self.block_m * pitch_v) for i in range(self.dout_stages)),
-            ("p", self.block_m * self.block_n * ELEMENT_BYTES),
+            *((f"p{i}", self.block_m * self.block_n * ELEMENT_BYTES) for i in range(2)),
             *ds,
         ]
         return first, second
@@ -273,9 +273,8 @@ class BackwardWideConfig(_PersistentConfig):
         return [
             *tiles,
             *((f"rows{i}", self.block_m * ROW_CONSTANT_BYTES) for i in range(self.q_stages)),
-            ("zeros", self.zero_bytes),
             ("work", 4 * self.work_stages + 8),
-            ("barriers", 8 * (25 + 2 * self.q_stages)),
+            ("barriers", 8 * (29 + 2 * self.q_stages)),
         ]
 
 
