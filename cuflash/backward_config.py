@@ -274,7 +274,7 @@ class BackwardWideConfig(_PersistentConfig):
             *tiles,
             *((f"rows{i}", self.block_m * ROW_CONSTANT_BYTES) for i in range(self.q_stages)),
             ("work", 4 * self.work_stages + 8),
-            ("barriers", 8 * (29 + 2 * self.q_stages)),
+            ("barriers", 8 * (27 + 2 * self.q_stages)),
         ]
 
 

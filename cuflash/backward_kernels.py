@@ -10,7 +10,7 @@ from typing import NamedTuple
 from . import kernels
 from .arch import backward
 from .backward_config import HopperConfig, MainConfig
-from .backward_params import BACKWARD_DQ, BACKWARD_ROWS, BACKWARD_SM80, BACKWARD_SM90
+from .backward_params import BACKWARD_DQ, BACKWARD_ROWS, BACKWARD_SM80, BACKWARD_SM90, BACKWARD_WIDE
 from .backward_request import BackwardRequest
 from .errors import UnsupportedError
 from .kernels import L2_SECTION_BYTES, SHIPPED_HEAD_DIMS, TMA_TARGETS, KernelFamily
@@ -33,7 +33,7 @@ FAMILIES = {
             "backward_sm90_wide",
             "backward_sm90_wide.cu.j2",
             "cuflash_bwd_sm90",
-            BACKWARD_SM90,
+            BACKWARD_WIDE,
             backward.backward_sm90_config,
         ),
         KernelFamily("backward_dq", "backward_dq.cu.j2", "cuflash_bwd_dq", BACKWARD_DQ, backward.backward_dq_config),

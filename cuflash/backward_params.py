@@ -64,21 +64,43 @@ BACKWARD_SM80 = ParameterBlock(
     per_launch=9,
 )
 
+_WORKSPACE = (
+    Field("rows", POINTER, "row constants"),
+    Field("dq_sums", POINTER, ""),
+    Field("turns", POINTER, "null: dQ is summed in any order"),
+    Field("counts", POINTER, "of tiles: that have been taken; that have been joined; that have cleared sums"),
+    Field("kv_sums", POINTER, "of dK and dV, where tiles share their keys"),
+)
+
+_PERSISTENT = (
+    *_MAIN,
+    Field("work_tiles", I32, "key tiles of all heads"),
+    Field("cleared_heads", I32, "heads, shares counted, whose sums of dQ are clear at the start"),
+    Field("first_cleared", I32, "count of the tiles that have cleared sums of the first head"),
+    Field("shares", FAST_DIV, "of the query heads of a key/value head, each of which counts as a head"),
+    Field("turn_group", FAST_DIV, "key tiles that add in turns together"),
+    Field("turn_shift", I32, "query tiles from where a key tile starts to where the next does; 0: all start alike"),
+)
+"""What the persistent kernels have behind what follows from addresses."""
+
 BACKWARD_SM90 = ParameterBlock(
     (
         *(Field(f"{tensor}_map", TENSOR_MAP, "") for tensor in ("q", "k", "v", "dout", "dk", "dv")),
-        Field("rows", POINTER, "row constants"),
-        Field("dq_sums", POINTER, ""),
-        Field("turns", POINTER, "null: dQ is summed in any order"),
-        Field("counts", POINTER, "of tiles: that have been taken; that have been joined; that have cleared sums"),
-        Field("kv_sums", POINTER, "of dK and dV, where tiles share their keys"),
-        *_MAIN,
-        Field("work_tiles", I32, "key tiles of all heads"),
-        Field("cleared_heads", I32, "heads, shares counted, whose sums of dQ are clear at the start"),
-        Field("first_cleared", I32, "count of the tiles that have cleared sums of the first head"),
-        Field("shares", FAST_DIV, "of the query heads of a key/value head, each of which counts as a head"),
-        Field("turn_group", FAST_DIV, "key tiles that add in turns together"),
-        Field("turn_shift", I32, "query tiles from where a key tile starts to where the next does; 0: all start alike"),
+        *_WORKSPACE,
+        *_PERSISTENT,
+    ),
+    per_launch=11,
+)
+
+BACKWARD_WIDE = ParameterBlock(
+    (
+        *(Field(f"{tensor}_map", TENSOR_MAP, "") for tensor in ("q", "k", "v", "dout")),
+        Field("dk", POINTER, ""),
+        Field("dv", POINTER, ""),
+        *_WORKSPACE,
+        *stride_fields("dk"),
+        *stride_fields("dv"),
+        *_PERSISTENT,
     ),
     per_launch=11,
 )

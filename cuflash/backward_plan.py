@@ -11,9 +11,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from . import driver, jit
-from .backward_config import BackwardConfig, HopperConfig, MainConfig
+from .backward_config import BackwardConfig, BackwardWideConfig, HopperConfig, MainConfig
 from .backward_kernels import BackwardGrid, backward_grid, problems_for
-from .backward_params import BACKWARD_DQ, BACKWARD_ROWS, BACKWARD_SM80, BACKWARD_SM90
+from .backward_params import BACKWARD_DQ, BACKWARD_ROWS, BACKWARD_SM80, BACKWARD_SM90, BACKWARD_WIDE
 from .backward_request import BackwardRequest
 from .errors import UnsupportedError
 from .params import fast_div
@@ -29,6 +29,9 @@ TURNS = 2
 WORKSPACE_ALIGN = 16
 MAX_BLOCKS = 2**31 - 1
 
+WIDE_MAPS = 4
+"""Tensor maps of the main kernel that stores dK and dV without them."""
+
 INPUTS = 7
 """Arrays that a call reads, in the order of addresses; those that it writes are behind them."""
 
@@ -38,6 +41,7 @@ MAX_PROVEN = 64
 _pack_rows = BACKWARD_ROWS.launch_block.pack_into
 _pack_sm80 = BACKWARD_SM80.launch_block.pack_into
 _pack_sm90 = BACKWARD_SM90.launch_block.pack_into
+_pack_wide = BACKWARD_WIDE.launch_block.pack_into
 _pack_dq = BACKWARD_DQ.launch_block.pack_into
 
 
@@ -151,7 +155,10 @@ class BackwardPlan:
         first, main, last = self.launches
         _pack_rows(buffer.block, 0, dout, out, lse, dlse, rows, sums, turns, counts, first.tail)
         first.start(stream, buffer.address)
-        if self.geometry:
+        if len(self.geometry) == WIDE_MAPS:
+            maps = jit.tensor_maps(self, self.geometry, q, k, v, dout)
+            _pack_wide(buffer.block, 0, maps, dk, dv, rows, sums, turns, counts, kv_sums, main.tail)
+        elif self.geometry:
             maps = jit.tensor_maps(self, self.geometry, q, k, v, dout, dk, dv)
             _pack_sm90(buffer.block, 0, maps, rows, sums, turns, counts, kv_sums, main.tail)
         else:
@@ -269,6 +276,8 @@ def _main_tail(request: BackwardRequest, config: MainConfig, grid: BackwardGrid)
         "first_cleared": _first_cleared(config, grid),
         "shares": fast_div(grid.shares),
     }
+    if isinstance(config, BackwardWideConfig):
+        return BACKWARD_WIDE.pack_tail(values | turns | work | _strides(request, "dk", "dv"))
     return BACKWARD_SM90.pack_tail(values | turns | work)
 
 
@@ -276,8 +285,9 @@ def _geometry(request: BackwardRequest, config: MainConfig) -> tuple[TensorGeome
     """What the tensor maps of a main kernel describe, in the order of its parameters."""
     if isinstance(config, BackwardConfig):
         return ()
-    keys, stored = config.block_n, config.stored_keys
-    box_rows = {"q": config.block_m, "k": keys, "v": keys, "dout": config.block_m, "dk": stored, "dv": stored}
+    box_rows = {"q": config.block_m, "k": config.block_n, "v": config.block_n, "dout": config.block_m}
+    if not isinstance(config, BackwardWideConfig):
+        box_rows |= {"dk": config.stored_keys, "dv": config.stored_keys}
     dtype = request.forward.q.dtype
     return tuple(
         jit.tensor_geometry(dtype, request.extents(name), request.strides[name], rows)
