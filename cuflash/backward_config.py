@@ -219,11 +219,10 @@ class BackwardWideConfig(_PersistentConfig):
     dout_stages: ClassVar[int] = 2
     ds_buffers: ClassVar[int] = 2
 
-    in_turns: bool = False
 
     @property
     def label(self) -> str:
-        return f"m{self.block_m}n{self.block_n}s{self.q_stages}{self.dout_stages}c{self.cluster}{'p' * self.in_turns}"
+        return f"m{self.block_m}n{self.block_n}s{self.q_stages}{self.dout_stages}c{self.cluster}"
 
     @property
     def summary(self) -> str:

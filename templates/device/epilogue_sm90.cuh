@@ -9,8 +9,6 @@ constexpr int kSwizzleColumns = 64, kSwizzleBytes = 128;
 // Matrix descriptors of wgmma (9.7.16.5.1.2.2): 128-byte swizzle, 1024 bytes between groups of 8 rows. The low word has the address and the distance
 // between chunks along M or N, which only MN-major operands use. Only the low word changes from one product to the next.
 DEVICE u32 descriptor_low(u32 address, int chunk_bytes) { return (u32)chunk_bytes / 16 << 16 | address / 16; }
-// The same in a cluster, where addresses have the block's rank above the 18 bits of the place.
-DEVICE u32 descriptor_low_in_cluster(u32 address, int chunk_bytes) { return descriptor_low(address & 0x3ffff, chunk_bytes); }
 DEVICE u64 descriptor(u32 low) { return 0x4000004000000000ull | low; }
 // The same of K-major tiles whose rows are kRowBytes wide, the span of their swizzle: 128, 64 or 32.
 template <int kRowBytes>
