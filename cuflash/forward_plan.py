@@ -5,7 +5,7 @@ The hot path reads `jit.buffers` and `jit.places` itself: every call would pay f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
 
 from . import counters, driver, jit
@@ -14,6 +14,7 @@ from .params import FORWARD_SM80, FORWARD_SM90, fast_div, stride_values
 from .request import LOG2_E, TMA_TILE_ROWS, Request
 
 if TYPE_CHECKING:
+    from .backward_plan import BackwardPlan
     from .config import ForwardConfig
 
 __all__ = ["CallPlan", "TmaPlan", "make_plan", "plan_with"]
@@ -41,8 +42,8 @@ class CallPlan:
     loaded : LoadedKernel or None
         None if nothing is launched.
     launches : tuple of (grid, packed parameters after those that follow from pointers)
-    backward : dict
-        What `cuflash.torch` has found out for the backward passes of such calls.
+    backward : tuple of (key, BackwardPlan)
+        What `cuflash.torch` has found out for the backward passes of such calls, the latest last.
     """
 
     __slots__ = (
@@ -59,7 +60,7 @@ class CallPlan:
         self.dead = request.seqlen_k == 0 and request.rows > 0
         self.loaded = loaded
         self.launches = launches
-        self.backward: dict[Hashable, Any] = {}
+        self.backward: tuple[tuple[Any, BackwardPlan], ...] = ()
         self.alignment = 1
         if loaded is not None:
             self.alignment = loaded.problem.access_bytes

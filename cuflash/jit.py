@@ -37,7 +37,8 @@ MAX_PLANS = 4096
 """Bound of the plan table (some 2 KB each); the oldest goes. Lengths that grow step by step make many plans."""
 
 MAX_PLACES = 4096
-"""Bound of the tables of tensor maps, of all plans together (0.7 KB for each set of addresses); the oldest goes."""
+"""Bound of the tables of what is made of addresses, of all plans together (0.7 KB for each set of addresses, 2.5 KB for
+those of a backward pass); the oldest goes."""
 
 MAX_FOLLOWERS = 16
 """Layouts of what arrives at a call's output, for each of which a plan remembers a backward plan."""
@@ -228,6 +229,12 @@ class TensorGeometry(NamedTuple):
 places: dict[tuple[Any, ...], bytes] = {}
 """The tensor maps of the calls of late, one after the other, by plan and addresses. Readers need no lock."""
 
+PreparedLaunch = tuple[tuple[int, tuple[int, int, int], tuple[int, int, int], int], driver.ArgumentBuffer]
+"""What `driver.launch` takes before the stream, and the parameter block behind it, which is never written again."""
+
+prepared: dict[tuple[Any, ...], tuple[PreparedLaunch, ...]] = {}
+"""The launches of the backward passes of late, by plan and addresses. Threads share them; readers need no lock."""
+
 _tensor_maps: dict[tuple[TensorGeometry, int], bytes] = {}
 """Each of them."""
 
@@ -236,9 +243,14 @@ def tensor_maps(plan: object, geometry: tuple[TensorGeometry, ...], *addresses: 
     """The tensor maps of a plan's arrays, one after the other; encoded if these addresses are new to it."""
     maps = places.get((plan, *addresses))
     if maps is None:
-        maps = b"".join(map(_tensor_map, geometry, addresses))
+        maps = encoded(geometry, *addresses)
         keep(places, (plan, *addresses), maps, MAX_PLACES)
     return maps
+
+
+def encoded(geometry: tuple[TensorGeometry, ...], *addresses: int) -> bytes:
+    """The tensor maps of arrays, one after the other."""
+    return b"".join(map(_tensor_map, geometry, addresses))
 
 
 def _tensor_map(geometry: TensorGeometry, address: int) -> bytes:
@@ -293,7 +305,7 @@ def remember_backward(key: Hashable, plan: BackwardPlan) -> None:
 
 def remember_with(plan: CallPlan, key: Hashable, value: Any) -> None:
     """Enter something about the backward passes of a plan's calls into the plan."""
-    keep(plan.backward, key, value, MAX_FOLLOWERS)
+    plan.backward = (*plan.backward[1 - MAX_FOLLOWERS :], (key, value))
 
 
 def forget_plans() -> None:
