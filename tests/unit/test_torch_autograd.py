@@ -769,6 +769,51 @@ def test_tensors_that_hooks_have_moved(gpu: FakeGpu) -> None:
     assert same(expected, pass_of(inputs))
 
 
+@pytest.mark.parametrize("moved", range(5), ids=["q", "k", "v", "out", "lse"])
+def test_one_tensor_that_a_hook_has_moved(gpu: FakeGpu, moved: int) -> None:
+    """To other memory in the same layout, and what it leaves is overwritten: it is read where it is now."""
+    inputs = [torch.randn(2, 16, 2, 8).half().requires_grad_() for _ in range(3)]
+    expected = pass_of(inputs)
+    packed: list[Tensor] = []
+    copies: list[Tensor] = []
+
+    def pack(x: Tensor) -> int:
+        packed.append(x)
+        return len(packed) - 1
+
+    def unpack(place: int) -> Tensor:
+        if place != moved:
+            return packed[place]
+        with torch.no_grad():
+            copies.append(packed[place].detach().clone())
+            packed[place].detach().fill_(float("nan"))
+        return copies[-1]
+
+    with moving(pack, unpack):
+        assert same(expected, pass_of(inputs))
+    first, main, _ = (launch.params for launch in gpu.launches[-3:])
+    assert copies[0].data_ptr() in {main["q"], main["k"], main["v"], first["out"], first["lse"]}
+
+
+def test_a_dispatch_mode_in_the_backward_pass_alone(gpu: FakeGpu) -> None:
+    """It sees the operator, also after an equal pass without it."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Record(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(str(function))
+            return function(*args, **(kwargs or {}))
+
+    seen: list[str] = []
+    inputs = draw("float16")
+    expected = pass_of(inputs)
+    out = cuflash.attention(*inputs)
+    dout = like(out)
+    with Record():
+        assert same(expected, torch.autograd.grad(out, inputs, dout))
+    assert "cuflash.attention_backward.default" in seen
+
+
 def test_tensors_whose_data_was_replaced(gpu: FakeGpu) -> None:
     """At the same address, which torch does not notice: a plan for another shape or dtype would write anywhere."""
     whole = torch.randn(2, 16, 2, 8).half()
