@@ -15,13 +15,12 @@ from .backward_config import BackwardConfig, MainConfig
 from .backward_kernels import BackwardGrid, backward_grid, problems_for
 from .backward_params import BACKWARD_DQ, BACKWARD_ROWS, BACKWARD_SM80, BACKWARD_SM90
 from .backward_request import BackwardRequest
-from .driver import ArgumentBuffer
 from .errors import UnsupportedError
 from .params import fast_div
 from .request import LOG2_E
 
 if TYPE_CHECKING:
-    from .jit import LoadedKernel, TensorGeometry
+    from .jit import LoadedKernel, PreparedLaunch, TensorGeometry
 
 ROW_TILE = 32
 """Rows of a thread block of the first kernel; query tiles are multiples."""
@@ -148,29 +147,28 @@ class BackwardPlan:
         for shape, block in prepared:
             driver.launch(*shape, stream, block.address)
 
-    def _prepare(self, workspace: int, addresses: list[int]) -> tuple[jit.PreparedLaunch, ...]:
+    def _prepare(self, workspace: int, addresses: list[int]) -> tuple[PreparedLaunch, ...]:
         """The launches with their parameter blocks; kept for the next call at these addresses."""
         assert self.workspace is not None
         q, k, v, dout, out, lse, dlse, dq, dk, dv = addresses
         sums = -(-workspace // WORKSPACE_ALIGN) * WORKSPACE_ALIGN
-        rows = sums + self.workspace.rows
         layout = self.workspace
+        rows = sums + layout.rows
         turns = 0 if layout.turns is None else sums + layout.turns
         counts = 0 if layout.counts is None else sums + layout.counts
         kv_sums = 0 if layout.kv_sums is None else sums + layout.kv_sums
         first, main, last = self.launches
         if self.geometry:
-            maps = jit.encoded(self.geometry, q, k, v, dout, dk, dv)
+            maps = jit.tensor_maps(self.geometry, q, k, v, dout, dk, dv)
             packed_main = _pack_sm90(maps, rows, sums, turns, counts, kv_sums, main.tail)
         else:
             packed_main = _pack_sm80(dout, q, k, v, dk, dv, rows, sums, turns, main.tail)
-        prepared = (
-            (first.shape, ArgumentBuffer.of(_pack_rows(dout, out, lse, dlse, rows, sums, turns, counts, first.tail))),
-            (main.shape, ArgumentBuffer.of(packed_main)),
-            (last.shape, ArgumentBuffer.of(_pack_dq(rows, sums, dq, last.tail))),
+        return jit.prepare(
+            (self, workspace, *addresses),
+            (first.shape, _pack_rows(dout, out, lse, dlse, rows, sums, turns, counts, first.tail)),
+            (main.shape, packed_main),
+            (last.shape, _pack_dq(rows, sums, dq, last.tail)),
         )
-        jit.keep(jit.prepared, (self, workspace, *addresses), prepared, jit.MAX_PLACES)
-        return prepared
 
     def apart(self, addresses: list[int]) -> bool:
         """Whether gradients that the call was given are known to share memory with no input and not with each other.

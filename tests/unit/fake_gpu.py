@@ -215,7 +215,7 @@ def install_for_torch(monkeypatch: pytest.MonkeyPatch, device: int = 0) -> FakeG
 
 
 def _install_driver(monkeypatch: pytest.MonkeyPatch, gpu: FakeGpu) -> None:
-    for table in ("_loaded", "_code", "_locks", "places", "prepared", "_tensor_maps"):
+    for table in ("_loaded", "_code", "_locks", "prepared", "_tensor_maps"):
         monkeypatch.setattr(jit, table, {})
     jit.forget_plans()
     monkeypatch.setattr(jit, "obtain_code", gpu.obtain_code)
