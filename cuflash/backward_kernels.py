@@ -91,7 +91,8 @@ class BackwardGrid(NamedTuple):
 
     ``work_tiles`` are the key tiles of all heads: ``section`` heads side by side before the next ones begin, the first
     key tiles of all of them first: under a causal mask these are the longest. Each is a thread block of the
-    Ampere-style kernel; the ``blocks`` of a Hopper kernel, one for each multiprocessor, take one after the other. Where
+    Ampere-style kernel; the ``blocks`` of a Hopper kernel, one for each multiprocessor, or the clusters that they make,
+    take one after the other: so many tiles have their places on a device at a time. Where
     there are few key tiles, ``shares`` tiles of a Hopper kernel have some of the query heads of a key/value head each,
     and count as so many heads; they add up dK and dV one after the other. The sums of dQ of the first
     ``cleared_heads``, whole sections, are clear when a Hopper kernel begins; it clears those of a head while it works
@@ -140,8 +141,7 @@ def backward_grid(
     """
     batch_heads, group, seqlen_q, seqlen_k = sizes
     hopper = isinstance(config, HopperConfig)
-    cluster = config.cluster if isinstance(config, HopperConfig) else 1
-    places = max(1, multiprocessors // cluster)
+    places = max(1, multiprocessors // config.cluster)
     m_tiles, n_tiles = -(-seqlen_q // config.block_m), -(-seqlen_k // config.block_n)
     shares = _shares(group, n_tiles * batch_heads // group, places) if hopper else 1
     group //= shares
@@ -157,7 +157,7 @@ def backward_grid(
     work_tiles, section = n_tiles * heads, min(section, heads)
     blocks, cleared_heads = work_tiles, heads
     if hopper:
-        blocks = min(work_tiles, places) * cluster
+        blocks = min(work_tiles, places) * config.cluster
         cleared_heads = min(heads, section * -(-places // (section * n_tiles)))
     return BackwardGrid(m_tiles, n_tiles, section, work_tiles, blocks, turn_group, turn_shift, shares, cleared_heads)
 

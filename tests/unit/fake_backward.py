@@ -147,7 +147,7 @@ def _check_order(launch: Launch, heads: int) -> None:
     section_tiles, section, last_section = (p[name][2] for name in ("section_tiles", "section", "last_section"))
     tiles, blocks = heads * p["n_tiles"], launch.grid[0]
     assert section_tiles == section * p["n_tiles"] and launch.grid[1:] == (1, 1)
-    assert p.get("work_tiles", blocks) == tiles >= blocks // getattr(launch.loaded.config, "cluster", 1)
+    assert p.get("work_tiles", blocks) == tiles >= blocks // launch.loaded.config.cluster
     seen = set()
     for index in range(tiles):
         first, within = index // section_tiles * section, index % section_tiles
