@@ -237,7 +237,7 @@ class BackwardWideConfig(_PersistentConfig):
         return min(possible, key=lambda first: abs((2 * k + first) - (2 * v + k - first)))
 
     def tiles(self, problem: AttentionProblem) -> tuple[list[tuple[str, int]], list[tuple[str, int]]]:
-        """What each block has for itself in shared memory, the first: K, Q, dS^T, zeros; the second: V, columns of K, dO, P^T, dS^T."""
+        """Shared memory of the first block, K, Q, dS^T and zeros; of the second, V, columns of K, dO, P^T and dS^T."""
         pitch_k, pitch_v = pitches(problem)
         scores = self.block_m * self.block_n * ELEMENT_BYTES
         ds = [(f"ds{i}", scores) for i in range(self.ds_buffers)]
@@ -262,9 +262,10 @@ class BackwardWideConfig(_PersistentConfig):
 
     def smem_sizes(self, problem: AttentionProblem) -> Sequence[tuple[str, int]]:
         """The tiles of the block that has more; what both have: row constants, numbers of work tiles, mbarriers."""
-        # A pair of each: numbers of work tiles, columns of K, cleared sums, added sums, dS^T, K or V, numbers between the
-        # blocks, each stage of Q or dO, P^T of each consumer; and one for the loader.
-        barriers = 2 * (self.work_stages + 1 + 1 + 1 + self.ds_buffers + 1 + 1 + self.q_stages + self.p_buffers * 2) + 1
+        # A pair of each: numbers of work tiles, and of the next one between the blocks; K or V, columns of K; sums that
+        # are clear, that are added; dS^T, P^T of each consumer, each stage of Q or dO. One for the loader itself.
+        of_scores = self.ds_buffers + self.consumers * self.p_buffers
+        barriers = 2 * (self.work_stages + 1 + 2 + 2 + of_scores + self.q_stages) + 1
         return [
             *max(self.tiles(problem), key=lambda tiles: sum(size for _, size in tiles)),
             *((f"rows{i}", self.block_m * ROW_CONSTANT_BYTES) for i in range(self.q_stages)),
