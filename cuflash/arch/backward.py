@@ -56,7 +56,7 @@ BACKWARD = (
     _backward_row(("sm_90",), 112, 64, 128, key_warps=4, reason="two stages, since three spill 52 bytes"),
     _backward_row(("sm_90",), 128, 64, 128, key_warps=4, stages=(3, 3), reason="one barrier a step; 226 KiB"),
     _backward_row(("sm_80", "sm_100"), 128, 64, 128, key_warps=4, reason="161 KiB; three stages spill on sm_100"),
-    _backward_row(LARGE, 256, 64, 64, key_warps=2, reason="dK and dV take 128 registers; 209 KiB"),
+    _backward_row(LARGE, 256, 128, 64, key_warps=2, stages=(1, 1), reason="dK and dV take 128 registers; 226 KiB"),
     _backward_row(("sm_80",), 256, 64, 64, key_warps=2, stages=(1, 1), reason="145 KiB of 163"),
     _backward_row(SMALL, 64, 64, 128, key_warps=4, reason="97 KiB of 99"),
     _backward_row(SMALL, 128, 64, 64, key_warps=2, stages=(2, 1), reason="97 KiB of 99, so one block, of 8 warps"),

@@ -84,7 +84,7 @@ def test_access_widths(access_bytes: int, d: int) -> None:
 
 @pytest.mark.parametrize(
     "shape",
-    [(64, 32, 1, 4, 1, 1), (32, 64, 4, 4, 1, 2), (64, 64, 2, 8, 2, 1), (128, 32, 2, 4, 2, 2), (32, 32, 2, 4, 3, 3)],
+    [(64, 32, 1, 4, 1, 1), (32, 64, 4, 4, 2, 2), (64, 64, 2, 8, 2, 1), (128, 32, 2, 4, 2, 2), (32, 32, 2, 4, 3, 3)],
     ids=str,
 )
 def test_any_stages_and_grid_of_warps(shape: tuple[int, ...]) -> None:
