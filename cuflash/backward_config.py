@@ -18,6 +18,10 @@ MOST_DQ_CHUNKS = 2
 """Of a thread block: 64 columns of dQ for each of its consumers."""
 
 
+BACKWARD_STAGES = ((1, 1), (2, 1), (2, 2), (3, 3))
+"""Buffers of Q and of dO that an Ampere-style backward kernel may have."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackwardConfig(KernelConfig):
     """The main kernel of the Ampere-style backward pass: a thread block for each tile of keys.
@@ -31,10 +35,10 @@ class BackwardConfig(KernelConfig):
     warps : int
         Warps of a thread block: ``key_warps`` times a power of two, which share the queries of P^T and the columns of
         dK and dV. ``block_m / 32`` of them lie side by side along the queries of dQ.
-    q_stages, dout_stages : {1, 2, 3}
-        Buffers of Q and dO. With two, the next tile arrives while one is in work; with one, when its last product is
-        done, at the price of a barrier. With three, which both must have, there are two buffers of P^T and dS^T as
-        well, and one barrier a step instead of two.
+    q_stages, dout_stages : int
+        Buffers of Q and dO, one of `BACKWARD_STAGES`. With two, the next tile arrives while one is in work; with one,
+        when its last product is done, at the price of a barrier. With one of each, dO comes a product later than Q.
+        With three there are two buffers of P^T and dS^T as well, and one barrier a step instead of two.
     ctas : int
         Thread blocks that share a multiprocessor.
     """
@@ -58,11 +62,11 @@ class BackwardConfig(KernelConfig):
             )
         if self.block_m % 32 or self.warps % (self.block_m // 32):
             raise ValueError(f"block_m is {self.block_m}; accepted are multiples of 32 that divide 32 * warps")
-        for name, stages in (("q_stages", self.q_stages), ("dout_stages", self.dout_stages)):
-            if stages not in (1, 2, 3) or (stages == 3) != self.runs_ahead:
-                raise ValueError(
-                    f"{name} is {stages}; accepted are 1 and 2, and 3 for both of q_stages and dout_stages"
-                )
+        if (self.q_stages, self.dout_stages) not in BACKWARD_STAGES:
+            raise ValueError(
+                f"q_stages is {self.q_stages} and dout_stages {self.dout_stages}; accepted are "
+                f"{', '.join(map(str, BACKWARD_STAGES))}"
+            )
 
     @property
     def runs_ahead(self) -> bool:

@@ -451,7 +451,8 @@ def test_blocks_that_wait_for_zeros_of_their_own_section_may_wait_in_a_circle() 
 
 
 @pytest.mark.parametrize("changes", [
-    {"key_warps": 3}, {"block_m": 48}, {"block_n": 72}, {"q_stages": 3}, {"dout_stages": 0}, {"warps": 6},
+    {"key_warps": 3}, {"block_m": 48}, {"block_n": 72}, {"q_stages": 1}, {"q_stages": 3}, {"dout_stages": 0},
+    {"warps": 6},
 ])  # fmt: skip
 def test_a_config_that_no_kernel_can_have(changes: dict[str, int]) -> None:
     values = {"block_m": 64, "block_n": 128, "key_warps": 4, "warps": 8} | changes
