@@ -118,7 +118,7 @@ HOPPER: tuple[Row[HopperConfig], ...] = (
     _hopper_row(128, 64, stages=(3, 2), in_turns=True,
                 reason="214 KiB; turns were worth 5 to 8 %, 4 to 11 % under a causal mask, with a tile for each block"),
     Row(("sm_90a",), 256, 256, MASKS,
-        BackwardWideConfig(reason="dK and dV of 128 keys take the registers of two blocks; 226 KiB; turns: -2 to -16 %")),
+        BackwardWideConfig(reason="dK and dV of 128 keys need two blocks; 226 KiB; turns: -2 to -15 %")),
 )  # fmt: skip
 
 
