@@ -63,7 +63,7 @@ BACKWARD = (
         key_warps=2,
         stages=(1, 1),
         masks=("full",),
-        reason="226 KiB; warps of 32 x 32 scores load least: 12 % ahead of 64 queries",
+        reason="226 KiB; scores of 32 x 32 a warp load least: 12 % ahead of 64 queries",
     ),
     _backward_row(
         ("sm_90",),
@@ -72,9 +72,11 @@ BACKWARD = (
         64,
         key_warps=2,
         masks=("causal",),
-        reason="209 KiB; 128 queries lose 7 % at 512, and spill",
+        reason="209 KiB; 128 queries: -5 % at N = 512, +7 % at 4096, but 212 bytes of spills",
     ),
-    _backward_row(("sm_80", "sm_100"), 256, 64, 64, key_warps=2, stages=(1, 1), reason="145 KiB; more spills"),
+    _backward_row(
+        ("sm_80", "sm_100"), 256, 64, 64, key_warps=2, stages=(1, 1), reason="145 KiB; two buffers spill on sm_100"
+    ),
     _backward_row(SMALL, 64, 64, 128, key_warps=4, reason="97 KiB of 99"),
     _backward_row(SMALL, 128, 64, 64, key_warps=2, stages=(2, 1), reason="97 KiB of 99, so one block, of 8 warps"),
     _backward_row(SMALL, 256, 32, 32, key_warps=2, warps=4, stages=(2, 1), reason="89 KiB of 99"),
