@@ -467,10 +467,10 @@ class Consumer:
 # --- cases -----------------------------------------------------------------------------------------------------
 
 
-def draw_case(seed: int) -> NarrowCase:
+def draw_case(seed: int, fault: str) -> NarrowCase:
     draw = random.Random(seed)
     return NarrowCase(
-        **draw_call(draw, 16),
+        **draw_call(draw, 16, fault),
         in_turns=draw.random() < 0.6,
         waits_for_dk=draw.random() < 0.4,
         q_stages=draw.choice((2, 2, 3)),
@@ -479,8 +479,7 @@ def draw_case(seed: int) -> NarrowCase:
 
 
 def play(seed: int, fault: str = "") -> None:
-    case = draw_case(seed)
-    schedule = Schedule(seed)
+    case, schedule = draw_case(seed, fault), Schedule(seed)
     results = tuple((name, w) for name in ("dK", "dV") for w in range(CONSUMERS))
     grid = Grid(case, schedule, fault, {0: (0, 1)}, results)  # a consumer's part of dQ, in the turn of both
     for i in range(case.room):
