@@ -272,7 +272,6 @@ class Block:
     def warp(self, name: str, process: Process) -> None:
         def until_the_end() -> Process:
             yield from process
-            yield from self.sync_at_last()
             self.warps -= 1
             if self.warps == 0:
                 claim(not self.schedule.under_way(*UNDER_WAY), "the block ends too early")
@@ -280,10 +279,6 @@ class Block:
 
         self.warps += 1
         self.schedule.start(name, until_the_end())
-
-    def sync_at_last(self) -> Process:
-        """With the cluster's other block, where there is one."""
-        yield from ()
 
     def added(self, taken: int) -> Position:
         """Of `all_added`."""
@@ -432,7 +427,7 @@ SHARED_FAULTS = {
     "work read without waiting": ("received as the next",),
     "work published without waiting": (OVERTAKEN,),
     "a reader of work not counted": (OVERTAKEN,),
-    "work given back before the tile is done": (OVERTAKEN, "deadlock"),
+    "work given back before the tile is done": (OVERTAKEN,),
     "rows cleared before they are there": (READ,),
     "two tiles of a group taken": ("deadlock",),
     "one barrier for all that was added": (OVERTAKEN,),
