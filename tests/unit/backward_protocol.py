@@ -1,7 +1,8 @@
-"""What the models of both Hopper backward kernels share: work tiles, their loader, and the sums of dQ.
+"""What the models of both Hopper backward kernels share: work tiles, who takes and loads them, and global memory.
 
-With the names of `partials/backward_tiles.j2` and `backward_loads.j2`. Other blocks are there as far as they clear sums
-and add to them in turns; a model of many blocks is in `test_backward_gpu`.
+With the names of `partials/backward_tiles.j2` and `backward_loads.j2`. Several blocks, or clusters of them, take their
+tiles from one count and wait for each other; how many need to find room is tried with more of them, step by step, in
+`test_backward_gpu`.
 """
 
 from __future__ import annotations
@@ -9,9 +10,10 @@ from __future__ import annotations
 import random
 import re
 import zlib
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tests.unit.protocol import (
     WARPS,
@@ -20,6 +22,7 @@ from tests.unit.protocol import (
     Entry,
     Fault,
     NamedBarrier,
+    OfBlock,
     Position,
     Process,
     Read,
@@ -31,16 +34,27 @@ from tests.unit.protocol import (
 
 CONSUMERS = 2
 M_TILES = 8
-"""Query tiles of a head."""
+"""Query tiles of a head, at most."""
 
 
-class KeyTile(NamedTuple):
-    """A work tile: for each query head of the group its query tiles, from ``start`` down, then from the last one."""
+class Walk(NamedTuple):
+    """The query tiles of each head to which a key tile adds: from ``start`` down, then from the last one."""
 
     begin: int
     end: int
     start: int
+
+
+class KeyTile(NamedTuple):
+    """A work tile. ``place``: in its group of turns."""
+
+    head: int
+    n_tile: int
+    begin: int
+    end: int
+    start: int
     group: int
+    place: int
 
     def tiles(self) -> int:
         return self.end - self.begin
@@ -54,28 +68,64 @@ class KeyTile(NamedTuple):
     def after(self, m: int) -> int:
         return m - 1 if m > self.begin else self.end - 1
 
+    def query_tile(self, head: int, m: int) -> int:
+        return (self.head * self.group + head) * M_TILES + m
+
     def path(self) -> list[int]:
         """What the texts have to find: the query tile of each step, of those of all heads."""
         down = [*reversed(range(self.begin, self.start + 1)), *reversed(range(self.start + 1, self.end))]
-        return [head * M_TILES + m for head in range(self.group) for m in down] if self.tiles() else []
+        return [self.query_tile(head, m) for head in range(self.group) for m in down] if self.tiles() else []
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Case:
-    """A block's work and what its kernel is. ``in_turns`` and the stages are of the narrow kernel.
+    """A call: ``walks`` of the key tiles of each of ``heads``, which have a ``group`` of query heads each.
 
-    ``dout_readers``: consumers that have a part of dV; of the wide kernel perhaps the second alone.
+    ``room``: for how many blocks, or clusters, there is. ``dead``: how many of the query tiles have rows that see
+    nothing. The others are as in `BackwardGrid`.
     """
 
-    tiles: tuple[KeyTile, ...]
+    walks: tuple[Walk, ...]
+    heads: int
+    group: int
+    shares: int
+    section: int
+    cleared_heads: int
+    turn_group: int
+    turn_shift: int
     deterministic: bool
-    shifted: bool
-    dead: float  # how many of the query tiles have rows that see nothing
-    in_turns: bool = False
-    waits_for_dk: bool = False
-    q_stages: int = 2
-    dout_stages: int = 2
-    dout_readers: int = CONSUMERS
+    room: int
+    dead: float
+
+    def tiles(self) -> list[KeyTile]:
+        """In the order in which they are begun."""
+        n_tiles, size = len(self.walks), self.turn_group
+        tiles = []
+        for first in range(0, self.heads, self.section):
+            here = range(first, min(self.heads, first + self.section))
+            if self.turn_shift:
+                groups = [range(n_tiles)[i : i + size] for i in range(0, n_tiles, size)]
+                tiles += [self.tile(head, i) for group in groups for head in here for i in group]
+            else:
+                tiles += [self.tile(head, i) for i in range(n_tiles) for head in here]
+        return tiles
+
+    def tile(self, head: int, n_tile: int) -> KeyTile:
+        begin, end, start = self.walks[n_tile]
+        place = n_tile % self.turn_group
+        start += self.turn_shift * place
+        return KeyTile(head, n_tile, begin, end, start - (end - begin if start >= end else 0), self.group, place)
+
+    def group_size(self, tile: KeyTile) -> int:
+        return min(self.turn_group, len(self.walks) - (tile.n_tile - tile.place))
+
+    def turn(self, tile: KeyTile, m: int) -> int:
+        """Without a shift the key tiles before it; under a causal mask all of these add to the query tile."""
+        if self.turn_shift == 0:
+            return sum(walk.begin <= m < walk.end for walk in self.walks[: tile.n_tile])
+        group_start, size = tile.n_tile - tile.place, self.group_size(tile)
+        first = min(size, -(-(m + 1) // self.turn_shift))
+        return group_start + (tile.place - first if tile.place >= first else size - first + tile.place)
 
 
 def in_pair(i: int) -> Position:
@@ -88,40 +138,132 @@ def once(t: int) -> Position:
     return Position(1, 0, t)
 
 
-class Block:
-    """A thread block: shared memory and barriers that both kernels have, and the sums of dQ.
+def barriers(count: int, arrivals: int) -> list[Barrier]:
+    return [Barrier(arrivals) for _ in range(count)]
 
-    ``fault`` names a deliberate mistake. ``adding``: the parts in which a query tile's dQ is added; ``columns``: for
-    how many of its columns turns are counted, as many parts each.
+
+class Grid:
+    """Global memory, and what has to stand there at last.
+
+    ``fault`` names a deliberate mistake. ``adding``: the parts in which a query tile's dQ is added, by the columns that
+    have turns of their own. ``results``: the parts of a work tile's dK and dV.
     """
 
-    adding: tuple[object, ...]
-    columns: int
-
-    def __init__(self, case: Case, schedule: Schedule, fault: str) -> None:
-        self.case, self.tiles, self.schedule, self.fault = case, case.tiles, schedule, fault
-        readers = WARPS * CONSUMERS + 3 - (fault == "a reader of work not counted")
-        self.work: list[int | None] = [None] * 2
-        self.work_full, self.work_empty = barriers(2, 1), barriers(2, readers)
-        self.k_full, self.v_full, self.landed = Barrier(1), Barrier(1), Barrier(1)
-        self.all_added = barriers(2, 2)
-        self.q_full, self.q_empty = barriers(case.q_stages, 1), barriers(case.q_stages, CONSUMERS)
-        self.dout_full, self.dout_empty = barriers(case.dout_stages, 1), barriers(case.dout_stages, case.dout_readers)
-        self.k_empty: Barrier
-        self.v_empty: Barrier
-        self.named: list[NamedBarrier] = []
-        self.k: list[object] = [None] * (CONSUMERS * WARPS)
-        self.v: list[object] = [None] * (CONSUMERS * WARPS)
-        self.q: list[object] = [None] * case.q_stages
-        self.rows: list[object] = [None] * case.q_stages
-        self.dout: list[object] = [None] * case.dout_stages
-        self.cleared = [False] * len(self.tiles)
+    def __init__(
+        self,
+        case: Case,
+        schedule: Schedule,
+        fault: str,
+        adding: Mapping[object, tuple[object, ...]],
+        results: tuple[object, ...],
+    ) -> None:
+        self.case, self.schedule, self.fault, self.tiles = case, schedule, fault, case.tiles()
+        self.adding, self.results = adding, results
+        self.column_of = {part: column for column, parts in adding.items() for part in parts}
+        self.count = 0
+        self.cleared = Counter[int]()
+        self.turns = Counter[tuple[int, object]]()
         self.sums: set[tuple[int, int, object]] = set()
-        self.stored: list[tuple[str, int, int]] = []
+        self.joined = Counter[tuple[int, int, object]]()
+        self.kv_sums: dict[object, int] = {}
+        self.stored: list[tuple[int, object]] = []
+
+    def check(self) -> None:
+        parts = [part for parts in self.adding.values() for part in parts]
+        all_of_them = {(t, m, part) for t, tile in enumerate(self.tiles) for m in tile.path() for part in parts}
+        claim(self.sums == all_of_them, "dQ that was not added")
+        results = [(t, part) for t in range(len(self.tiles)) for part in self.results if self.is_stored(t)]
+        claim(Counter(self.stored) == Counter(results), "results that were not stored")
+
+    def take(self) -> int:
+        """The next number; beyond the last: there is none any more."""
+        self.count += 1
+        return self.count - 1
+
+    def group_end(self, t: int) -> int:
+        return t - self.tiles[t].place + self.case.group_size(self.tiles[t])
+
+    # sums of dQ
+
+    def clear(self, t: int) -> bool:
+        """Whether there are zeros for the tile."""
+        head = self.tiles[t].head
+        return head < self.case.cleared_heads or self.cleared[head] == len(self.case.walks)
+
+    def wait_for_zeros(self, t: int) -> Condition:
+        return lambda: self.clear(t)
+
+    def clear_sums_ahead(self, t: int) -> Process:
+        yield from self.schedule.pause()
+        self.cleared[self.tiles[t].head + self.case.cleared_heads] += 1
+
+    def turn(self, t: int, query_tile: int) -> int:
+        return self.case.turn(self.tiles[t], query_tile % M_TILES)
+
+    def is_turn(self, t: int, query_tile: int, column: object) -> bool:
+        return self.turns[query_tile, column] == self.turn(t, query_tile)
+
+    def add(self, t: int, query_tile: int, part: object) -> None:
+        claim(self.clear(t), "dQ added before there are zeros")
+        claim(query_tile in self.tiles[t].path(), "dQ added to the sums of another query tile")
+        claim((t, query_tile, part) not in self.sums, "dQ added twice")
+        if self.case.deterministic:
+            claim(self.is_turn(t, query_tile, self.column_of[part]), "dQ added out of turn")
+        self.sums.add((t, query_tile, part))
+
+    def pass_turn_on(self, t: int, query_tile: int, column: object) -> None:
+        claim(self.is_turn(t, query_tile, column), "a turn that was not its own")
+        added = all((t, query_tile, part) in self.sums for part in self.adding[column])
+        claim(added, "a turn that was passed on too early")
+        self.turns[query_tile, column] += 1
+
+    # dK and dV
+
+    def share(self, t: int) -> int:
+        return self.tiles[t].head % self.case.shares
+
+    def is_stored(self, t: int) -> bool:
+        return self.share(t) == self.case.shares - 1
+
+    def join_shares(self, t: int, part: object, warp: int, barrier: NamedBarrier) -> Process:
+        """By a warp of the consumer that has this part of dK and dV."""
+        if self.case.shares == 1:
+            return
+        share, place = self.share(t), (self.tiles[t].head // self.case.shares, self.tiles[t].n_tile, part)
+        if share > 0:
+            if warp == 0 and self.fault != "shares joined without waiting":
+                yield lambda: self.joined[place] == share
+            yield barrier.sync()
+            claim(self.kv_sums.get((*place, warp)) == share - 1, "dK and dV that lack a share")
+        if self.is_stored(t):
+            return
+        yield None
+        self.kv_sums[(*place, warp)] = share
+        if self.fault != "shares handed on before all warps have stored them":
+            yield barrier.sync()
+        if warp == 0:
+            self.joined[place] = share + 1
+
+    def store(self, t: int, part: object) -> None:
+        if self.is_stored(t):
+            self.stored.append((t, part))
+
+
+class Block:
+    """A thread block: what both kernels have in shared memory, and its warps."""
+
+    def __init__(self, grid: Grid, name: str, adders: int) -> None:
+        self.grid, self.case, self.fault, self.tiles, self.name = grid, grid.case, grid.fault, grid.tiles, name
+        self.schedule = OfBlock(grid.schedule, name)
+        readers = WARPS * CONSUMERS + 3 - (self.fault == "a reader of work not counted")
+        self.numbers: list[int] = []  # that were taken
+        self.work: list[object] = [None] * 2
+        self.work_full, self.work_empty = barriers(2, 1), barriers(2, readers)
+        self.all_added = barriers(2, adders)
+        self.landed = Barrier(1)
+        self.named: list[NamedBarrier] = []
+        self.one_consumer = [self.named_barrier(0) for _ in range(CONSUMERS)]
         self.warps = 0  # that have not ended
-        # Of a query tile's sums: the tiles that add to it, with one of another block before each of them.
-        self.own = {m: [t for t, tile in enumerate(self.tiles) if m in tile.path()] for m in range(4 * M_TILES)}
-        self.turns = {(m, column): 0 for m in self.own for column in range(self.columns)}
 
     def named_barrier(self, arrivals: int, waiting: int = WARPS) -> NamedBarrier:
         self.named.append(NamedBarrier(arrivals, waiting))
@@ -132,73 +274,18 @@ class Block:
             yield from process
             self.warps -= 1
             if self.warps == 0:
-                claim(not self.schedule.under_way("a load", "a store", "a product"), "the block ends too early")
+                claim(not self.schedule.under_way(*UNDER_WAY), "the block ends too early")
+                claim(all(barrier.counts == [0, 0] for barrier in self.named), "a turn that nobody took")
 
         self.warps += 1
         self.schedule.start(name, until_the_end())
 
-    def run(self) -> None:
-        """The warps that both kernels have; then all of them."""
-        self.warp("the loader", Loader(self).run())
-        self.schedule.start("blocks that clear sums", self.clear_sums())
-        if self.case.deterministic:
-            for m, column in self.turns:
-                self.let_others_add(m, column)
-        self.schedule.run()
-        all_of_them = {(t, m, part) for t, tile in enumerate(self.tiles) for m in tile.path() for part in self.adding}
-        claim(self.sums == all_of_them, "dQ that was not added")
-        results = [(x, t, w) for t in range(len(self.tiles)) for x in ("dV", "dK") for w in range(CONSUMERS)]
-        claim(sorted(self.stored) == sorted(results), "results that were not stored")
-        claim(all(barrier.counts == [0, 0] for barrier in self.named), "a turn that nobody took")
-
-    # sums of dQ
-
-    def clear_sums(self) -> Process:
-        for t in range(len(self.tiles)):
-            yield from self.schedule.pause()
-            self.cleared[t] = True
-
-    def added(self, t: int) -> Position:
+    def added(self, taken: int) -> Position:
         """Of `all_added`."""
-        return once(t) if self.fault == "one barrier for all that was added" else in_pair(t)
-
-    def arrive_all_added(self, t: int) -> Process:
-        yield from self.schedule.pause()  # the warp has nothing more to do, and nobody waits for it
-        self.all_added[self.added(t).index].arrive()
-
-    def wait_for_zeros(self, t: int) -> Condition:
-        return lambda: self.cleared[t]
-
-    def add(self, t: int, m: int, part: object) -> None:
-        claim(self.cleared[t], "dQ added before there are zeros")
-        claim(m in self.tiles[t].path(), "dQ added to the sums of another query tile")
-        claim((t, m, part) not in self.sums, "dQ added twice")
-        if self.case.deterministic:
-            column = self.adding.index(part) * self.columns // len(self.adding)
-            claim(self.turns[m, column] == self.turn(t, m), "dQ added out of turn")
-        self.sums.add((t, m, part))
-
-    def turn(self, t: int, m: int) -> int:
-        return 2 * self.own[m].index(t) + 1
-
-    def pass_turn_on(self, t: int, m: int, column: int) -> None:
-        claim(self.turns[m, column] == self.turn(t, m), "a turn that was not its own")
-        size = len(self.adding) // self.columns
-        parts = self.adding[column * size : (column + 1) * size]
-        claim(all((t, m, part) in self.sums for part in parts), "a turn that was passed on too early")
-        self.turns[m, column] += 1
-        self.let_others_add(m, column)
-
-    def let_others_add(self, m: int, column: int) -> None:
-        def another_block() -> Process:
-            yield from self.schedule.pause()
-            self.turns[m, column] += 1
-
-        self.schedule.start("another block", another_block())
+        return once(taken) if self.fault == "one barrier for all that was added" else in_pair(taken)
 
 
-def barriers(count: int, arrivals: int) -> list[Barrier]:
-    return [Barrier(arrivals) for _ in range(count)]
+UNDER_WAY = ("a load", "a store", "a product", "a copy", "an arrival")
 
 
 class WorkReader:
@@ -207,80 +294,66 @@ class WorkReader:
 
     def next(self) -> Process:
         at = in_pair(self.taken)
-        yield self.block.work_full[at.index].wait(at)
+        if self.block.fault != "work read without waiting":
+            yield self.block.work_full[at.index].wait(at)
         number = self.block.work[at.index]
-        claim(number == self.taken, f"work {number} received for {self.taken}")
+        claim(number in self.block.numbers[self.taken : self.taken + 1], f"work {number} received as the next")
         yield None
         claim(self.block.work[at.index] == number, f"work {number} overwritten")
+        self.number = self.block.numbers[self.taken]
 
     def more(self) -> bool:
-        return self.taken < len(self.block.tiles)
+        return self.number < len(self.block.tiles)
 
     def done(self) -> None:
         self.block.work_empty[in_pair(self.taken).index].arrive()
         self.taken += 1
 
 
-class Loader:
+class TileLoads:
+    """The loader's loop. `take`, `load_tile` and what they call are each kernel's own."""
+
+    chooses = True
+
     def __init__(self, block: Block) -> None:
-        self.block, self.schedule, self.fault = block, block.schedule, block.fault
-        self.q_at = Position(block.case.q_stages, round=-1)
-        self.dout_at = Position(block.case.dout_stages, round=-1)
+        self.block, self.grid, self.schedule, self.fault = block, block.grid, block.schedule, block.fault
         self.landed = once(0)
         self.taken = 0
 
-    def run(self) -> Process:
-        yield from self.publish()
-        for tile in self.block.tiles:
-            yield from self.load_tile(tile)
-            if self.block.case.shifted:
-                yield from self.leave_group()
-            self.taken += 1
-            yield from self.publish()
+    def take(self) -> Process:
+        """Appends to the block's numbers."""
+        raise NotImplementedError
 
-    def leave_group(self) -> Process:
-        if self.schedule.random.random() < 0.5:  # blocks have not taken the whole group
+    def load_tile(self, t: int, tile: KeyTile) -> Process:
+        raise NotImplementedError
+
+    def run(self) -> Process:
+        while True:
+            yield from self.schedule.pause()  # other blocks may be faster
+            yield from self.take()
+            t = self.block.numbers[self.taken]
+            yield from self.publish(t)
+            if t >= len(self.block.tiles):
+                break
+            yield from self.load_tile(t, self.block.tiles[t])
+            if self.chooses and self.block.case.turn_shift != 0:
+                yield from self.leave_group(self.grid.group_end(t))
+            self.taken += 1
+
+    def leave_group(self, group_end: int) -> Process:
+        if self.grid.count < group_end and self.fault != "two tiles of a group taken":
             at = self.block.added(self.taken)
             yield self.block.all_added[at.index].wait(at)
 
-    def publish(self) -> Process:
+    def publish(self, t: int) -> Process:
         at = in_pair(self.taken)
         if self.fault != "work published without waiting":
             yield self.block.work_empty[at.index].wait(Position(2, at.index, at.round - 1))
-        self.block.work[at.index] = self.taken
+        self.block.work[at.index] = t
         yield None
         self.block.work_full[at.index].arrive()
 
-    def load_tile(self, tile: KeyTile) -> Process:
-        block, t = self.block, self.taken
-        tiles, before = tile.tiles(), once(t - 1)
-        if tiles > 0:
-            yield from self.load(tile, 0, tile.start)
-        if self.fault != "K loaded without waiting":
-            yield block.k_empty.wait(before)
-        load(self.schedule, entries(block.k), t, block.k_full)
-        if self.fault != "V loaded without waiting":
-            yield block.v_empty.wait(before)
-        load(self.schedule, entries(block.v), t, block.v_full)
-        for head in range(tile.group):
-            for j in range(head == 0, tiles):
-                yield from self.load(tile, head, tile.query_tile_of(j))
-
-    def load(self, tile: KeyTile, head: int, m: int) -> Process:
-        block, content = self.block, (self.taken, head * M_TILES + m)
-        dead = self.schedule.random.random() < block.case.dead
-        if self.fault != "Q loaded without waiting":
-            yield block.q_empty[self.q_at.index].wait(self.q_at)
-        i = self.q_at.index
-        yield from self.fill([(block.q, i), (block.rows, i)], content, block.q_full[i], dead)
-        self.q_at = self.q_at.next()
-        if self.fault != "dO loaded without waiting":
-            yield block.dout_empty[self.dout_at.index].wait(self.dout_at)
-        i = self.dout_at.index
-        yield from self.fill([(block.dout, i)], content, block.dout_full[i], dead)
-        self.dout_at = self.dout_at.next()
-
-    def fill(self, to: list[Entry], content: object, full: Barrier, dead: bool) -> Process:
+    def fill(self, to: list[Entry], content: object, full: Barrier, dead: bool = False) -> Process:
         """And ``clear``."""
         if not dead:
             load(self.schedule, to, content, full)
@@ -291,6 +364,9 @@ class Loader:
         self.landed = self.landed.next()
         yield from writing(to, content)
         full.arrive()
+
+    def is_dead(self) -> bool:
+        return self.schedule.random.random() < self.block.case.dead
 
 
 def entries(buffer: list[object]) -> list[Entry]:
@@ -307,33 +383,56 @@ def parts(w: int) -> range:
     return range(w * WARPS, w * WARPS + WARPS)
 
 
-def draw_tiles(draw: random.Random, shifted: bool) -> tuple[KeyTile, ...]:
-    """Short tiles and longer ones, often without steps at last."""
-    tiles = []
-    for _ in range(draw.randint(1, 6)):
-        steps = draw.choice((0, 0, 1, 1, 2, 2, 3, 5))
-        if shifted:
-            steps = draw.choice(SHIFTED_STEPS)
-        begin = draw.randint(0, M_TILES - steps)
-        start = begin + draw.randrange(steps) if steps else begin - 1
-        tiles.append(KeyTile(begin, begin + steps, start, draw.choice((1, 1, 1, 2, 3))))
-    if not shifted and draw.random() < 0.3:
-        tiles.append(KeyTile(0, 0, -1, 1))
-    return tuple(tiles)
+def draw_call(draw: random.Random, most_steps: int, fault: str) -> dict[str, Any]:
+    """The fields of a `Case`: short tiles and longer ones, of ``most_steps`` about, often without steps at last."""
+    in_groups = fault in OF_GROUPS
+    deterministic = in_groups or draw.random() < 0.5
+    common = {"deterministic": deterministic, "dead": draw.choice((0.0, 0.0, 0.3))}
+    if in_groups or (deterministic and draw.random() < 0.4):
+        m_tiles = draw.choice((1, 4, 4, 4, 5, 6))
+        n_tiles = draw.choice((1, 2, 2, 2, 3, 4))
+        turn_group = max(1, min(n_tiles, m_tiles // 2, draw.choice((2, 3))))
+        walks = (Walk(0, m_tiles, m_tiles - 1),) * n_tiles
+        group = 1
+        heads = max(1, min(4, 2 * most_steps // (n_tiles * m_tiles)))
+        section = draw.randint(1, heads)
+        shift = min(2, m_tiles // turn_group)
+        room = turn_group + draw.choice((0, 0, 1))
+        order = {"turn_group": turn_group, "turn_shift": shift, "section": section, "room": room, "shares": 1}
+    else:
+        group = draw.choice((1, 1, 1, 2, 3))
+        shares, heads = draw.choice(((1, 1), (1, 2), (1, 3), (2, 2), (2, 4), (3, 3)))
+        walks = tuple(draw_walk(draw, most_steps // (heads * group)) for _ in range(draw.choice((1, 1, 2, 3))))
+        section, room = draw.randint(1, heads), draw.choice((1, 1, 2))
+        order = {"turn_group": len(walks), "turn_shift": 0, "section": section, "room": room, "shares": shares}
+    cleared = min(heads, section * draw.choice((1, 1, 2)))
+    return common | order | {"walks": walks, "heads": heads, "group": group, "cleared_heads": cleared}
 
 
-SHIFTED_STEPS = (4, 5, 6)
-"""A group of tiles that wait for each other has two query tiles for each of them; a group of one does not wait."""
+def draw_walk(draw: random.Random, most_steps: int) -> Walk:
+    steps = min(most_steps, draw.choice((0, 0, 1, 1, 2, 2, 3, 5)))
+    begin = draw.randint(0, M_TILES - steps)
+    return Walk(begin, begin + steps, begin + draw.randrange(steps) if steps else begin - 1)
+
 
 READ, OVERTAKEN, TWICE = "a read of", "overtaken", "passed on twice"
+OF_GROUPS = (
+    "two tiles of a group taken",
+    "one barrier for all that was added",
+    "the second's additions not counted",
+    "all said to be added beforehand",
+)
+"""Mistakes that only tiles with a shift of turns would show."""
 SHARED_FAULTS = {
-    "K loaded without waiting": (READ,),
-    "Q loaded without waiting": (READ,),
-    "work published without waiting": (OVERTAKEN, "overwritten"),
+    "work read without waiting": ("received as the next",),
+    "work published without waiting": (OVERTAKEN,),
     "a reader of work not counted": (OVERTAKEN,),
-    "work given back before the tile is done": (OVERTAKEN, "deadlock"),
+    "work given back before the tile is done": (OVERTAKEN,),
     "rows cleared before they are there": (READ,),
-    "results not waited for at last": ("the block ends too early",),
+    "two tiles of a group taken": ("deadlock",),
+    "one barrier for all that was added": (OVERTAKEN,),
+    "shares joined without waiting": ("lack a share",),
+    "shares handed on before all warps have stored them": ("lack a share",),
 }
 """Mistakes that both kernels could have, and what each of them leads to in some case."""
 
@@ -355,44 +454,47 @@ def assert_seen(play: Callable[[int, str], None], cases: int, fault: str, expect
 PRIMITIVES = (
     r"mbarrier_\w+|named_barrier_\w+|wgmma_(?:wait|commit)|(?:tma|bulk)_\w+|ld_acquire_gpu|(?:st|add)_release_gpu"
     r"|atomic_add|warp_sync|async_proxy_fence\w*|st(?:_shared|matrix)_\w+|stage_output_chunks|red_add_\w+|exponentiate"
-    r"|differenti\w+|read_probabilities|wait_for_zeros|clear_sums_ahead|join_shares"
+    r"|differenti\w+|read_probabilities|wait_for_zeros|clear_sums_ahead|join_shares|st_peer_\w+|cluster_sync"
 )
 STATE = (
     r"\b(?:if|else|for|while|return|break|first|last|kLast|steps?|step_index|j|m|head|query_tile|number|taken|phase|parity"
-    r"|buffer|other|stage|turn|\w+_at|next_\w+)\b"
+    r"|buffer|before|other|made|stage|turn|share|\w+_at|next_\w+|k(?:More|First|Adds|Chooses|Chunks\w*))\b"
 )
-SHARED_STRUCTS = ("WorkReader", "KeyTile", "Loader")
-WALK = ("KeyTile.tiles", "KeyTile.query_tile_of", "KeyTile.after")
+SHARED_STRUCTS = ("WorkReader", "KeyTile", "TileLoads")
+WALK = ("KeyTile.tiles", "KeyTile.query_tile_of", "KeyTile.after", "KeyTile.turn", "KeyTile.query_tile")
+OF_MEMORY = ("clear_sums_ahead", "wait_for_zeros", "join_shares")
 SHARED_DIGESTS: dict[str, str] = {
     "WorkReader.next": "3c392d2c",
     "WorkReader.done": "c9723d71",
-    "KeyTile.KeyTile": "c78f58c5",
+    "KeyTile.KeyTile": "5ea5ce17",
     "KeyTile.tiles": "ee3b4d81",
     "KeyTile.query_tile_of": "4430c8db",
     "KeyTile.after": "ddcfe7e7",
-    "Loader.run": "5bcfce7c",
-    "Loader.leave_group": "9daf62f5",
-    "Loader.take": "3555b713",
-    "Loader.publish": "00beb0e8",
-    "Loader.load_tile": "1a3187a9",
-    "Loader.load": "681b6a43",
-    "Loader.fill": "52989180",
-    "Loader.clear": "a16802be",
-    "clear_sums_ahead": "7437ca2f",
+    "KeyTile.turn": "ee960516",
+    "KeyTile.query_tile": "574840a5",
+    "TileLoads.run": "262b7192",
+    "TileLoads.leave_group": "9daf62f5",
+    "TileLoads.publish": "00beb0e8",
+    "TileLoads.fill": "5358a391",
+    "TileLoads.clear": "a16802be",
+    "clear_sums_ahead": "7c062784",
     "wait_for_zeros": "a1079146",
+    "join_shares": "de50ec67",
 }
 """Of what a model has of the partials that both kernels include; below it, of a kernel."""
 
 
 def functions(text: str, structs: Iterable[str]) -> dict[str, str]:
-    """Of structs, and of those outside of them that have to do with sums of dQ."""
+    """Of structs, and of those outside of them that have to do with global memory."""
     text, found = re.sub(r"//.*|#pragma.*", "", text), {}
     for struct in structs:
-        body = text[text.index(f"\nstruct {struct} {{") :]
+        found_at = re.search(rf"\nstruct {struct}\b[^;{{]*{{", text)
+        assert found_at, struct
+        body = text[found_at.start() :]
         for function in re.split(r"\n    DEVICE ", body[: body.index("\n};")])[1:]:
             head, _, rest = function.partition("{")
             found[f"{struct}.{head.partition('(')[0].split()[-1]}"] = rest
-    for name in ("clear_sums_ahead", "wait_for_zeros"):
+    for name in OF_MEMORY:
         body = text[text.index(f"\nDEVICE void {name}(") :]
         found[name] = body[body.index("{") : body.index("\n}")]
     return found
@@ -405,15 +507,24 @@ def hand_overs(text: str, structs: Iterable[str]) -> dict[str, str]:
     found = set(WALK)
     while found != known:
         known = set(found)
-        calls = "|".join(sorted({name.rpartition(".")[2] for name in known}))
-        call = re.compile(rf"\b(?:{PRIMITIVES}|{calls})\b")
+        call = calls(known)
         found |= {name for name, body in bodies.items() if call.search(body)}
-    statement = re.compile(f"{call.pattern}|{STATE}")
-    return {
-        name: "; ".join(" ".join(x.split()) for x in re.split(r"[;{}]", body) if statement.search(x))
-        for name, body in bodies.items()
-        if name in found
-    }
+    # What the partials say is the same for both kernels: of these they call the loader's functions alone.
+    call_of_shared = calls(name for name in known if is_shared(name) or name.startswith("Loader."))
+    said = {}
+    for name in found:
+        statement = re.compile(f"{(call_of_shared if is_shared(name) else call).pattern}|{STATE}")
+        said[name] = "; ".join(" ".join(x.split()) for x in re.split(r"[;{}]", bodies[name]) if statement.search(x))
+    return said
+
+
+def is_shared(name: str) -> bool:
+    return name.partition(".")[0] in (*SHARED_STRUCTS, *OF_MEMORY)
+
+
+def calls(names: Iterable[str]) -> re.Pattern[str]:
+    called = "|".join(sorted({name.rpartition(".")[2] for name in names}))
+    return re.compile(rf"\b(?:{PRIMITIVES}|{called})\b")
 
 
 def assert_modelled(text: str, structs: Iterable[str], digests: dict[str, str]) -> None:

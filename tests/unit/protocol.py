@@ -49,9 +49,7 @@ class Schedule:
 
     def run(self) -> None:
         while self.order:
-            if self.by_lot:
-                self.random.shuffle(self.order)
-            process = next((x for x in self.order if self._can_go_on(x)), None)
+            process = next((x for x in self._candidates() if self._can_go_on(x)), None)
             if process is None:
                 raise Fault("deadlock of " + ", ".join(sorted(name for name, _ in self.processes.values())))
             name, _ = self.processes[process]
@@ -76,13 +74,43 @@ class Schedule:
         """Whether processes of these names have not ended."""
         return any(name in names for name, _ in self.processes.values())
 
+    def _candidates(self) -> Iterator[Process]:
+        """In the order of their ranks; or drawn one by one, which leaves those drawn in front."""
+        for i in range(len(self.order)):
+            if self.by_lot:
+                j = i + int(self.random.random() * (len(self.order) - i))
+                self.order[i], self.order[j] = self.order[j], self.order[i]
+            yield self.order[i]
+
     def _can_go_on(self, process: Process) -> bool:
         _, condition = self.processes[process]
         return condition is None or condition()
 
 
+class OfBlock(Schedule):
+    """The schedule as one of several thread blocks sees it, which knows what it has under way itself."""
+
+    def __init__(self, schedule: Schedule, block: str) -> None:
+        self.all, self.block, self.random = schedule, block, schedule.random
+
+    def start(self, name: str, process: Process) -> None:
+        self.all.start(f"{name} of {self.block}", process)
+
+    def run(self) -> None:
+        self.all.run()
+
+    def pause(self) -> Process:
+        return self.all.pause()
+
+    def under_way(self, *names: str) -> bool:
+        return self.all.under_way(*(f"{name} of {self.block}" for name in names))
+
+
 class Barrier:
-    """An mbarrier: a phase ends with its last arrival and the last byte announced. Waits know its parity alone."""
+    """An mbarrier: a phase ends with its last arrival and the last byte announced. Waits know its parity alone.
+
+    What lands before it is announced counts for the phase all the same, as long as that lacks an arrival.
+    """
 
     def __init__(self, arrivals: int) -> None:
         self.arrivals = self.pending = arrivals
@@ -93,8 +121,8 @@ class Barrier:
         self.pending -= 1
         self._complete()
 
-    def arrive_expect(self) -> None:
-        self.loads += 1
+    def arrive_expect(self, loads: int = 1) -> None:
+        self.loads += loads
         self.arrive()
 
     def land(self) -> None:
@@ -111,10 +139,12 @@ class Barrier:
 
     def wait(self, at: Position) -> Condition:
         """For the phase of a round; the answer must be that of a counter which never wraps."""
+        number, phase = at.round, at.phase
 
-        def passed() -> bool:
-            claim(self.passes(at.phase) == (self.completed > at.round), "a wait that two phases have overtaken")
-            return self.completed > at.round
+        def passed() -> bool:  # is asked most often of all
+            done = self.completed > number
+            claim(self.passes(phase) == done, "a wait that two phases have overtaken")
+            return done
 
         return passed
 
@@ -215,11 +245,12 @@ class Products:
     issued: list[int] = field(default_factory=lambda: [0] * WARPS)
     done: int = 0
 
-    def issue(self, warp: int, reads: list[Read]) -> None:
+    def issue(self, warp: int, reads: list[Read], content: object = None) -> Result:
         self.issued[warp] += 1
         number = self.issued[warp]
         if self.issued.count(number) == 1 and max(self.issued) == number:
             self.schedule.start("a product", self._run(number, reads))
+        return Result(self, number, content)
 
     def _run(self, number: int, reads: list[Read]) -> Process:
         yield lambda: self.done == number - 1
@@ -232,6 +263,20 @@ class Products:
     def wait(self, warp: int, pending: int) -> Condition:
         number = self.issued[warp] - pending
         return lambda: self.done >= number
+
+
+@dataclass(frozen=True)
+class Result:
+    """A product's in registers."""
+
+    products: Products
+    number: int
+    content: object
+
+    def take(self) -> object:
+        """For ordinary instructions; or for an end of those that use its operands in registers."""
+        claim(self.products.done >= self.number, "registers used while a product has them")
+        return self.content
 
 
 class Stores:

@@ -413,7 +413,7 @@ def play(config: Sm90Config, work: list[Work], seed: int, fault: str = "") -> No
     Kernel(config, work, Schedule(seed), fault).run()
 
 
-CASES = 400
+CASES = 600
 READ, OVERTAKEN, ARRIVALS = "a read of", "overtaken", "more arrivals"
 FAULTS = {
     "no cap on skipped steps": ("deadlock",),
