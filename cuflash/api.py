@@ -173,10 +173,10 @@ def compute(
     out_key, out_at = None, 0
     key: Any
     try:
-        (q_key, q_at), (k_key, k_at), (v_key, v_at) = kind.geometries(q, k, v)
+        qkv_key, q_at, k_at, v_at = kind.geometries(q, k, v)
         if out is not None:
             out_key, out_at = kind.geometry(out)
-        key = (q_key, k_key, v_key, out_key, (q_at | k_at | v_at | out_at) & 15, causal, scale, layout, return_lse)
+        key = (qkv_key, out_key, (q_at | k_at | v_at | out_at) & 15, causal, scale, layout, return_lse)
         plan = PLANS.get(key)
     except (AttributeError, TypeError, RuntimeError):  # followed, not of this kind, or not hashable: checked below
         key = plan = None
@@ -210,7 +210,7 @@ def compute(
     if plan.dead:
         kind.fill_dead(out, lse)
     if told is not None:
-        told += plan, [q_at, k_at, v_at, out_at, lse_at]
+        told += plan, q_at, k_at, v_at, out_at, lse_at
     return (out, lse) if return_lse else out
 
 

@@ -135,7 +135,7 @@ def gradients(
     key: Any
     try:
         geometry = kind.geometry
-        (q_key, q_at), (k_key, k_at), (v_key, v_at) = kind.geometries(q, k, v)
+        qkv_key, q_at, k_at, v_at = kind.geometries(q, k, v)
         dout_key, dout_at = geometry(dout)
         out_key, out_at = geometry(out)
         lse_key, lse_at = geometry(lse)
@@ -148,7 +148,7 @@ def gradients(
             bits |= grads_at[0] | grads_at[1] | grads_at[2]
         # LSEs are accessed by other rules: how they lie says nothing about the rest.
         bits, row_bits = bits & 15, (lse_at | dlse_at) & 3
-        key = q_key, k_key, v_key, dout_key, out_key, lse_key, dlse_key, grads_key, bits, row_bits, options
+        key = qkv_key, dout_key, out_key, lse_key, dlse_key, grads_key, bits, row_bits, options
         plan = BACKWARD_PLANS.get(key)
     except (AttributeError, TypeError, RuntimeError):  # followed, not of this kind, or not hashable: checked below
         key = plan = None
@@ -178,9 +178,10 @@ def launch(
     """
     dout, q, k, v, out, lse, dlse = arrays
     if grads is None:
-        dq, dq_at = kind.empty_like(q)
-        dk, dk_at = kind.empty_like(k)
-        dv, dv_at = kind.empty_like(v)
+        q_shape, k_shape, v_shape = plan.grad_shapes
+        dq, dq_at = kind.empty(q, q_shape)
+        dk, dk_at = kind.empty(k, k_shape)
+        dv, dv_at = kind.empty(v, v_shape)
         grads = dq, dk, dv
         if (dq_at | dk_at | dv_at) % plan.alignment:  # a rare allocator: plan for what it gave
             return gradients(dout, q, k, v, out, lse, dlse, options, grads)
@@ -193,7 +194,7 @@ def launch(
             kind.fill_dead(grad, None)
         return tuple(grads)
     # Freed as soon as the call returns, to a pool that gives it to later work of the same stream.
-    _workspace, workspace_at = kind.empty(q, plan.workspace_floats, "float32")
+    _workspace, workspace_at = kind.empty(q, plan.workspace_shape, "float32")
     plan.launch(places, workspace_at, kind.stream(plan.device))
     return tuple(grads)
 
@@ -243,7 +244,7 @@ def _run_on_cpu(request: BackwardRequest) -> tuple[Any, ...]:
     for grad in grads:
         kind.written(grad)
     if not grads:
-        grads = tuple(kind.empty_like(x.array)[0] for x in (forward.q, forward.k, forward.v))
+        grads = tuple(kind.empty(x.array, x.shape)[0] for x in (forward.q, forward.k, forward.v))
     batch, seq, heads, dim = AXES[forward.layout]
     inputs = (x.array for x in (request.dout, forward.q, forward.k, forward.v, request.out))
     dout, q, k, v, out, *views = (kind.numpy(x).transpose(batch, heads, seq, dim) for x in (*inputs, *grads))

@@ -14,6 +14,12 @@ ROW_CONSTANT_BYTES = 8
 """LSE and delta of a query row."""
 CHUNK_BYTES = PITCH_STEP * ELEMENT_BYTES
 """Of a row: the columns that one TMA load brings."""
+MOST_DQ_CHUNKS = 2
+"""Of a thread block: 64 columns of dQ for each of its consumers."""
+
+
+BACKWARD_STAGES = ((1, 1), (2, 1), (2, 2), (3, 3))
+"""Buffers of Q and of dO that an Ampere-style backward kernel may have."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,10 +35,10 @@ class BackwardConfig(KernelConfig):
     warps : int
         Warps of a thread block: ``key_warps`` times a power of two, which share the queries of P^T and the columns of
         dK and dV. ``block_m / 32`` of them lie side by side along the queries of dQ.
-    q_stages, dout_stages : {1, 2, 3}
-        Buffers of Q and dO. With two, the next tile arrives while one is in work; with one, when its last product is
-        done, at the price of a barrier. With three, which both must have, there are two buffers of P^T and dS^T as
-        well, and one barrier a step instead of two.
+    q_stages, dout_stages : int
+        Buffers of Q and dO, one of `BACKWARD_STAGES`. With two, the next tile arrives while one is in work; with one,
+        when its last product is done, at the price of a barrier. With one of each, dO comes a product later than Q.
+        With three there are two buffers of P^T and dS^T as well, and one barrier a step instead of two.
     ctas : int
         Thread blocks that share a multiprocessor.
     """
@@ -56,11 +62,11 @@ class BackwardConfig(KernelConfig):
             )
         if self.block_m % 32 or self.warps % (self.block_m // 32):
             raise ValueError(f"block_m is {self.block_m}; accepted are multiples of 32 that divide 32 * warps")
-        for name, stages in (("q_stages", self.q_stages), ("dout_stages", self.dout_stages)):
-            if stages not in (1, 2, 3) or (stages == 3) != self.runs_ahead:
-                raise ValueError(
-                    f"{name} is {stages}; accepted are 1 and 2, and 3 for both of q_stages and dout_stages"
-                )
+        if (self.q_stages, self.dout_stages) not in BACKWARD_STAGES:
+            raise ValueError(
+                f"q_stages is {self.q_stages} and dout_stages {self.dout_stages}; accepted are "
+                f"{', '.join(map(str, BACKWARD_STAGES))}"
+            )
 
     @property
     def runs_ahead(self) -> bool:
@@ -103,8 +109,9 @@ class BackwardConfig(KernelConfig):
 class _PersistentConfig(KernelConfig):
     """What the main kernels of the Hopper backward pass have in common."""
 
-    stored_keys: ClassVar[int] = WARPGROUP_ROWS
-    """Keys whose dK or dV leave at once."""
+    block_n: ClassVar[int] = 128
+    """Keys of a tile: 64 for each consumer warpgroup, of those that share dK or dV."""
+    ds_buffers: ClassVar[int] = 2
     consumers: ClassVar[int] = 2
     producer_registers: ClassVar[int] = 24
     consumer_registers: ClassVar[int] = 240
@@ -113,10 +120,6 @@ class _PersistentConfig(KernelConfig):
     """Numbers of work tiles in shared memory: this one's and the next."""
     zero_bytes: ClassVar[int] = 4096
     """Zeros in shared memory, from which sums of dQ are cleared."""
-    cluster: ClassVar[int] = 1
-    """Thread blocks that work on a tile together."""
-    own_barriers: ClassVar[int] = 3
-    """mbarriers that the first warpgroup has for itself."""
 
     @property
     def threads(self) -> int:
@@ -125,6 +128,10 @@ class _PersistentConfig(KernelConfig):
     @property
     def ctas(self) -> int:
         return 1
+
+    def kv_sums(self, problem: AttentionProblem) -> int:
+        """Float32 sums of dK and dV of a tile of keys, where several tiles share these."""
+        return self.block_n * (round_up(problem.head_dim, 16) + round_up(problem.head_dim_v, 16))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,9 +150,10 @@ class BackwardSm90Config(_PersistentConfig):
     """
 
     family: ClassVar[str] = "backward_sm90"
-    block_n: ClassVar[int] = 128
-    """Keys of a tile: 64 for each consumer."""
-    ds_buffers: ClassVar[int] = 2
+    stored_keys: ClassVar[int] = WARPGROUP_ROWS
+    """Keys whose dK or dV leave at once."""
+    own_barriers: ClassVar[int] = 3
+    """mbarriers that the first warpgroup has for itself."""
 
     block_m: int
     q_stages: int
@@ -177,10 +185,6 @@ class BackwardSm90Config(_PersistentConfig):
         """Columns of dQ that a consumer computes in 64 of its rows."""
         return PITCH_STEP if self.block_m == WARPGROUP_ROWS else round_up(problem.head_dim, 16)
 
-    def kv_sums(self, problem: AttentionProblem) -> int:
-        """Float32 sums of dK and dV of a tile of keys, where several tiles share these."""
-        return self.block_n * (round_up(problem.head_dim, 16) + round_up(problem.head_dim_v, 16))
-
     def smem_sizes(self, problem: AttentionProblem) -> Sequence[tuple[str, int]]:
         """K, V (later dV), every stage's Q and dO, dS, each consumer's dQ (at last dK), row constants, mbarriers."""
         pitch_k, pitch_v = pitches(problem)
@@ -209,16 +213,12 @@ class BackwardWideConfig(_PersistentConfig):
     """
 
     family: ClassVar[str] = "backward_sm90_wide"
-    block_m: ClassVar[int] = WARPGROUP_ROWS
-    block_n: ClassVar[int] = 128
-    """Keys of a tile: 64 for each consumer of a block."""
     cluster: ClassVar[int] = 2
-    zero_bytes: ClassVar[int] = 4096
+    block_m: ClassVar[int] = WARPGROUP_ROWS
     q_stages: ClassVar[int] = 3
-    """Buffers of Q, of which a step's is read twice, two steps apart."""
+    """Buffers of Q, which is read for P^T, and two steps later for dK."""
     dout_stages: ClassVar[int] = 2
-    ds_buffers: ClassVar[int] = 2
-
+    p_buffers: ClassVar[int] = 2
 
     @property
     def label(self) -> str:
@@ -227,53 +227,54 @@ class BackwardWideConfig(_PersistentConfig):
     @property
     def summary(self) -> str:
         return (
-            f"{self.block_m} queries x {self.block_n} keys for two thread blocks, {self.consumers} consumer warpgroups "
-            f"in each, {self.q_stages} Q and {self.dout_stages} dO buffers"
+            f"{self.block_m} queries x {self.block_n} keys for a cluster of {self.cluster} blocks, {self.consumers} "
+            f"consumer warpgroups in each, {self.q_stages} Q and {self.dout_stages} dO buffers"
         )
 
     def dq_chunks(self, problem: AttentionProblem) -> int:
-        """Of the 64-column chunks of dQ those that the first block computes: so many that both have about the same."""
-        chunks, chunks_v = (-(-pitch // CHUNK_BYTES) for pitch in pitches(problem))
-        least, most = max(0, chunks - 2), min(2, chunks)
-        # Products of 64 columns: S^T, dK and its dQ here; dP^T, dV and the other dQ there.
-        return min(range(most, max(least, 1) - 1, -1), key=lambda n: abs(2 * chunks + n - (2 * chunks_v + chunks - n)))
+        """Chunks of 64 columns of dQ that the first block computes: so many that both blocks have about the same to do.
 
-    def kv_sums(self, problem: AttentionProblem) -> int:
-        """As of `BackwardSm90Config`."""
-        return self.block_n * (round_up(problem.head_dim, 16) + round_up(problem.head_dim_v, 16))
+        Counted in products of 64 columns: S^T and dK are twice the chunks of K, dP^T and dV twice those of V.
+        """
+        k, v = (pitch // CHUNK_BYTES for pitch in pitches(problem))
+        possible = range(max(1, k - MOST_DQ_CHUNKS), min(k, MOST_DQ_CHUNKS) + 1)
+        return min(possible, key=lambda first: abs((2 * k + first) - (2 * v + k - first)))
 
-    def tile_sizes(self, problem: AttentionProblem) -> tuple[list[tuple[str, int]], list[tuple[str, int]]]:
-        """Tiles of the first block, K (later dK), Q, dS^T, zeros; of the second, V (later dV), columns of K, dO, P^T, dS^T."""
+    def tiles(self, problem: AttentionProblem) -> tuple[list[tuple[str, int]], list[tuple[str, int]]]:
+        """Shared memory of the first block, K, Q, dS^T and zeros; of the second, V, columns of K, dO, P^T and dS^T."""
         pitch_k, pitch_v = pitches(problem)
-        ds = [(f"ds{i}", self.block_m * self.block_n * ELEMENT_BYTES) for i in range(self.ds_buffers)]
-        columns = pitch_k - self.dq_chunks(problem) * CHUNK_BYTES
+        scores = self.block_m * self.block_n * ELEMENT_BYTES
+        ds = [(f"ds{i}", scores) for i in range(self.ds_buffers)]
         first = [
-            ("k_and_dk", self.block_n * pitch_k),
+            ("k", self.block_n * pitch_k),
             *((f"q{i}", self.block_m * pitch_k) for i in range(self.q_stages)),
             *ds,
             ("zeros", self.zero_bytes),
         ]
         second = [
-            ("v_and_dv", self.block_n * pitch_v),
-            ("k_columns", self.block_n * columns),
+            ("v", self.block_n * pitch_v),
+            ("k_columns", self.block_n * (pitch_k - self.dq_chunks(problem) * CHUNK_BYTES)),
             *((f"dout{i}", self.block_m * pitch_v) for i in range(self.dout_stages)),
-            *((f"p{i}", self.block_m * self.block_n * ELEMENT_BYTES) for i in range(2)),
+            *((f"p{i}", scores) for i in range(self.p_buffers)),
             *ds,
         ]
         return first, second
 
     def tile_bytes(self, problem: AttentionProblem) -> int:
-        """What the tiles of either block take."""
-        return max(sum(size for _, size in tiles) for tiles in self.tile_sizes(problem))
+        """Of the block that has more."""
+        return max(sum(size for _, size in tiles) for tiles in self.tiles(problem))
 
     def smem_sizes(self, problem: AttentionProblem) -> Sequence[tuple[str, int]]:
-        """The tiles of the block that has more; row constants, numbers of work tiles, mbarriers."""
-        tiles = max(self.tile_sizes(problem), key=lambda tiles: sum(size for _, size in tiles))
+        """The tiles of the block that has more; what both have: row constants, numbers of work tiles, mbarriers."""
+        # A pair of each: numbers of work tiles, and of the next one between the blocks; K or V, columns of K; sums that
+        # are clear, that are added; dS^T, P^T of each consumer, each stage of Q or dO. One for the loader itself.
+        of_scores = self.ds_buffers + self.consumers * self.p_buffers
+        barriers = 2 * (self.work_stages + 1 + 2 + 2 + of_scores + self.q_stages) + 1
         return [
-            *tiles,
+            *max(self.tiles(problem), key=lambda tiles: sum(size for _, size in tiles)),
             *((f"rows{i}", self.block_m * ROW_CONSTANT_BYTES) for i in range(self.q_stages)),
             ("work", 4 * self.work_stages + 8),
-            ("barriers", 8 * (27 + 2 * self.q_stages)),
+            ("barriers", 8 * barriers),
         ]
 
 

@@ -125,7 +125,7 @@ class BackwardCall:
         return BackwardSchedule(
             block_n=config.block_n,
             section=-(-grid.section // grid.shares),
-            resident=device.multiprocessors * config.ctas,
+            resident=device.multiprocessors * config.ctas // config.cluster,
             l2_bytes=device.l2_bytes,
             padded_rows=padded_rows,
             row_sums_bytes=plan.workspace.rows // padded_rows,

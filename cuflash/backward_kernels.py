@@ -51,7 +51,7 @@ FEWEST_IN_TURN = 32
 """Heads side by side where Hopper's tiles add in turns under a causal mask, as far as four times the L2 cache goes."""
 
 FEWEST_WAVES = 2
-"""Key tiles for each multiprocessor below which tiles share the query heads of a key/value head."""
+"""Key tiles for each place below which tiles share the query heads of a key/value head."""
 
 TASKS: tuple[Task, ...] = ("backward_rows", "backward", "backward_dq")
 """Of a call's kernels, in the order of their launches."""
@@ -91,7 +91,8 @@ class BackwardGrid(NamedTuple):
 
     ``work_tiles`` are the key tiles of all heads: ``section`` heads side by side before the next ones begin, the first
     key tiles of all of them first: under a causal mask these are the longest. Each is a thread block of the
-    Ampere-style kernel; the ``blocks`` of a Hopper kernel, one for each multiprocessor, take one after the other. Where
+    Ampere-style kernel; the ``blocks`` of a Hopper kernel, one for each multiprocessor, or the clusters that they make,
+    take one after the other: so many tiles have their places on a device at a time. Where
     there are few key tiles, ``shares`` tiles of a Hopper kernel have some of the query heads of a key/value head each,
     and count as so many heads; they add up dK and dV one after the other. The sums of dQ of the first
     ``cleared_heads``, whole sections, are clear when a Hopper kernel begins; it clears those of a head while it works
@@ -140,25 +141,24 @@ def backward_grid(
     """
     batch_heads, group, seqlen_q, seqlen_k = sizes
     hopper = isinstance(config, HopperConfig)
-    if isinstance(config, HopperConfig):
-        multiprocessors //= config.cluster
+    places = max(1, multiprocessors // config.cluster)
     m_tiles, n_tiles = -(-seqlen_q // config.block_m), -(-seqlen_k // config.block_n)
-    shares = _shares(group, n_tiles * batch_heads // group, multiprocessors) if hopper else 1
+    shares = _shares(group, n_tiles * batch_heads // group, places) if hopper else 1
     group //= shares
     heads = batch_heads // group
     turn_group, turn_shift = n_tiles, 0
-    shifted = _turns(m_tiles, n_tiles, heads, multiprocessors)
+    shifted = _turns(m_tiles, n_tiles, heads, places)
     if deterministic and problem.mask == "full" and hopper and shifted:
         turn_group, turn_shift = shifted
-        section = multiprocessors // turn_group
+        section = places // turn_group
     else:
         of_a_head = group * seqlen_q, n_tiles
-        section = _section(problem, hopper, heads, of_a_head, multiprocessors, deterministic)
+        section = _section(problem, hopper, heads, of_a_head, places, deterministic)
     work_tiles, section = n_tiles * heads, min(section, heads)
     blocks, cleared_heads = work_tiles, heads
-    if isinstance(config, HopperConfig):
-        blocks = min(work_tiles, multiprocessors) * config.cluster
-        cleared_heads = min(heads, section * -(-multiprocessors // (section * n_tiles)))
+    if hopper:
+        blocks = min(work_tiles, places) * config.cluster
+        cleared_heads = min(heads, section * -(-places // (section * n_tiles)))
     return BackwardGrid(m_tiles, n_tiles, section, work_tiles, blocks, turn_group, turn_shift, shares, cleared_heads)
 
 
@@ -167,7 +167,7 @@ def _section(
     hopper: bool,
     heads: int,
     of_a_head: tuple[int, int],
-    multiprocessors: int,
+    places: int,
     deterministic: bool,
 ) -> int:
     """Heads side by side: as many as have their Q, dO and sums of dQ in the L2 cache together.
@@ -184,7 +184,7 @@ def _section(
     section = max(1, L2_SECTION_BYTES // (rows * row_bytes))
     if not hopper or not causal:
         return section
-    whole_device = -(-multiprocessors // n_tiles)
+    whole_device = -(-places // n_tiles)
     if n_tiles <= FEW_TILES and not deterministic:
         return whole_device
     section = max(section, whole_device, min(4 * section, FEWEST_IN_TURN) if deterministic else 1)
@@ -193,21 +193,21 @@ def _section(
     return max(range(section, min(2 * section, heads) + 1), key=lambda some: ((heads - 1) % some + 1) / some)
 
 
-def _shares(group: int, tiles: int, multiprocessors: int) -> int:
+def _shares(group: int, tiles: int, places: int) -> int:
     """Of the query heads of a key/value head: the fewest, alike, that make tiles enough for blocks to end together."""
     divisors = (n for n in range(1, group + 1) if group % n == 0)
-    return next((n for n in divisors if n * tiles >= FEWEST_WAVES * multiprocessors), group)
+    return next((n for n in divisors if n * tiles >= FEWEST_WAVES * places), group)
 
 
-def _turns(m_tiles: int, n_tiles: int, heads: int, multiprocessors: int) -> tuple[int, int] | None:
+def _turns(m_tiles: int, n_tiles: int, heads: int, places: int) -> tuple[int, int] | None:
     """Group and shift of the turns; None where groups of all heads together would leave multiprocessors idle.
 
     Key tiles are two query tiles apart: passing a turn on takes longer than a step, and what one has read and added to
     must still lie in the L2 cache for the next. A group that waits for room holds what it has: so it is small beside
     the device, of which other work may have taken a part.
     """
-    group = max(1, min(n_tiles, m_tiles // 2, multiprocessors // 4))
-    if group < n_tiles and group * heads < multiprocessors:
+    group = max(1, min(n_tiles, m_tiles // 2, places // 4))
+    if group < n_tiles and group * heads < places:
         return None
     return group, max(1, min(2, m_tiles // group))
 

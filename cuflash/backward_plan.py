@@ -20,7 +20,7 @@ from .params import fast_div
 from .request import LOG2_E
 
 if TYPE_CHECKING:
-    from .jit import LoadedKernel, TensorGeometry
+    from .jit import LoadedKernel, PreparedLaunch, TensorGeometry
 
 ROW_TILE = 32
 """Rows of a thread block of the first kernel; query tiles are multiples."""
@@ -38,11 +38,11 @@ INPUTS = 7
 MAX_PROVEN = 64
 """Pairs of interleaved arrays, such as the parts of a packed gradient, that a plan remembers."""
 
-_pack_rows = BACKWARD_ROWS.launch_block.pack_into
-_pack_sm80 = BACKWARD_SM80.launch_block.pack_into
-_pack_sm90 = BACKWARD_SM90.launch_block.pack_into
-_pack_wide = BACKWARD_WIDE.launch_block.pack_into
-_pack_dq = BACKWARD_DQ.launch_block.pack_into
+_pack_rows = BACKWARD_ROWS.launch_block.pack
+_pack_sm80 = BACKWARD_SM80.launch_block.pack
+_pack_sm90 = BACKWARD_SM90.launch_block.pack
+_pack_wide = BACKWARD_WIDE.launch_block.pack
+_pack_dq = BACKWARD_DQ.launch_block.pack
 
 
 class Workspace(NamedTuple):
@@ -82,18 +82,14 @@ class Workspace(NamedTuple):
 class Launch:
     """A kernel, its grid, and its packed parameters behind the pointers."""
 
-    __slots__ = ("_arguments", "blocks", "loaded", "tail")
+    __slots__ = ("blocks", "loaded", "shape", "tail")
 
     def __init__(self, loaded: LoadedKernel, blocks: int, tail: bytes) -> None:
         self.loaded = loaded
         self.blocks = blocks
         self.tail = tail
         smem_bytes = loaded.config.smem_bytes(loaded.problem)
-        self._arguments = loaded.kernel.handle, (blocks, 1, 1), (loaded.config.threads, 1, 1), smem_bytes
-
-    def start(self, stream: int, params_address: int) -> None:
-        handle, grid, block, smem_bytes = self._arguments
-        driver.launch(handle, grid, block, smem_bytes, stream, params_address)
+        self.shape = loaded.kernel.handle, (blocks, 1, 1), (loaded.config.threads, 1, 1), smem_bytes
 
 
 class BackwardPlan:
@@ -106,15 +102,20 @@ class BackwardPlan:
         Addresses of gradients must be multiples of it.
     workspace : Workspace or None
         None if nothing is launched: there are no queries or no keys, and the caller fills zeros in.
-    workspace_floats : int
-        Elements of the float32 array that holds it.
+    workspace_shape : tuple of int
+        Of the float32 array that holds it.
+    grad_shapes : tuple
+        Of dq, dk and dv, in the caller's axis order.
     launches : tuple of Launch
         Of the three kernels, in order; none if nothing is launched.
     geometry : tuple of TensorGeometry
         Of q, k, v, dout, dk and dv, for a main kernel that takes tensor maps; otherwise empty.
     """
 
-    __slots__ = ("_proven", "_spans", "alignment", "device", "geometry", "launches", "workspace", "workspace_floats")
+    __slots__ = (
+        "_proven", "_spans", "alignment", "device", "geometry", "grad_shapes", "launches", "workspace",
+        "workspace_shape",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -126,8 +127,9 @@ class BackwardPlan:
         self.device = request.device
         self.launches = launches
         self.workspace = workspace
-        self.workspace_floats = 0 if workspace is None else workspace.floats
+        self.workspace_shape = (0 if workspace is None else workspace.floats,)
         self.geometry = geometry
+        self.grad_shapes = request.forward.q.shape, request.forward.k.shape, request.forward.v.shape
         self.alignment = max((launch.loaded.problem.access_bytes for launch in launches), default=1)
         self._spans = [(0, 0) if x is None else jit.span(x) for x in request.operands]
         self._proven: frozenset[tuple[int, int, int]] = frozenset()
@@ -143,29 +145,37 @@ class BackwardPlan:
             Address of the workspace.
         stream : int
         """
+        if self.device not in jit.buffers.of_device:
+            jit.buffers.new(self.device)  # a thread that CUDA does not know yet gets its context
+        prepared = jit.prepared.get((self, workspace, *addresses)) or self._prepare(workspace, addresses)
+        for shape, block in prepared:
+            driver.launch(*shape, stream, block.address)
+
+    def _prepare(self, workspace: int, addresses: list[int]) -> tuple[PreparedLaunch, ...]:
+        """The launches with their parameter blocks; kept for the next call at these addresses."""
         assert self.workspace is not None
         q, k, v, dout, out, lse, dlse, dq, dk, dv = addresses
         sums = -(-workspace // WORKSPACE_ALIGN) * WORKSPACE_ALIGN
-        rows = sums + self.workspace.rows
         layout = self.workspace
+        rows = sums + layout.rows
         turns = 0 if layout.turns is None else sums + layout.turns
         counts = 0 if layout.counts is None else sums + layout.counts
         kv_sums = 0 if layout.kv_sums is None else sums + layout.kv_sums
-        buffer = jit.argument_buffer(self.device)
         first, main, last = self.launches
-        _pack_rows(buffer.block, 0, dout, out, lse, dlse, rows, sums, turns, counts, first.tail)
-        first.start(stream, buffer.address)
         if len(self.geometry) == WIDE_MAPS:
-            maps = jit.tensor_maps(self, self.geometry, q, k, v, dout)
-            _pack_wide(buffer.block, 0, maps, dk, dv, rows, sums, turns, counts, kv_sums, main.tail)
+            maps = jit.tensor_maps(self.geometry, q, k, v, dout)
+            packed_main = _pack_wide(maps, dk, dv, rows, sums, turns, counts, kv_sums, main.tail)
         elif self.geometry:
-            maps = jit.tensor_maps(self, self.geometry, q, k, v, dout, dk, dv)
-            _pack_sm90(buffer.block, 0, maps, rows, sums, turns, counts, kv_sums, main.tail)
+            maps = jit.tensor_maps(self.geometry, q, k, v, dout, dk, dv)
+            packed_main = _pack_sm90(maps, rows, sums, turns, counts, kv_sums, main.tail)
         else:
-            _pack_sm80(buffer.block, 0, dout, q, k, v, dk, dv, rows, sums, turns, main.tail)
-        main.start(stream, buffer.address)
-        _pack_dq(buffer.block, 0, rows, sums, dq, last.tail)
-        last.start(stream, buffer.address)
+            packed_main = _pack_sm80(dout, q, k, v, dk, dv, rows, sums, turns, main.tail)
+        return jit.prepare(
+            (self, workspace, *addresses),
+            (first.shape, _pack_rows(dout, out, lse, dlse, rows, sums, turns, counts, first.tail)),
+            (main.shape, packed_main),
+            (last.shape, _pack_dq(rows, sums, dq, last.tail)),
+        )
 
     def apart(self, addresses: list[int]) -> bool:
         """Whether gradients that the call was given are known to share memory with no input and not with each other.

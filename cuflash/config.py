@@ -44,9 +44,12 @@ class KernelConfig(ABC):
     ----------
     family : str
         Kernel family, which is also the template's name.
+    cluster : int
+        Thread blocks that work on a tile together.
     """
 
     family: ClassVar[str]
+    cluster: ClassVar[int] = 1
 
     reason: str = field(default="", compare=False)
 

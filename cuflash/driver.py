@@ -355,6 +355,13 @@ class ArgumentBuffer:
         self._pointer = ctypes.c_void_p(ctypes.addressof(self.block))
         self.address = ctypes.addressof(self._pointer)
 
+    @classmethod
+    def of(cls, packed: bytes) -> ArgumentBuffer:
+        """A buffer that holds an argument."""
+        buffer = cls(len(packed))
+        ctypes.memmove(buffer.block, packed, len(packed))
+        return buffer
+
 
 def launch(
     handle: int,

@@ -1,19 +1,20 @@
 """Launch plans of `cuflash.attention` without 8-bit operands: from a checked request to all but the pointers.
 
-The hot path reads `jit.buffers` and `jit.places` itself: every call would pay for a function that does it.
+The hot path reads `jit.buffers` and `jit.prepared` itself: every call would pay for a function that does it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
 
 from . import counters, driver, jit
-from .jit import LoadedKernel, TensorGeometry, sizes_of, span, takes_counter, tensor_geometry
+from .jit import LoadedKernel, PreparedLaunch, TensorGeometry, sizes_of, span, takes_counter, tensor_geometry
 from .params import FORWARD_SM80, FORWARD_SM90, fast_div, stride_values
 from .request import LOG2_E, TMA_TILE_ROWS, Request
 
 if TYPE_CHECKING:
+    from .backward_plan import BackwardPlan
     from .config import ForwardConfig
 
 __all__ = ["CallPlan", "TmaPlan", "make_plan", "plan_with"]
@@ -22,7 +23,7 @@ MAX_PROVEN = 16
 """Placements of interleaved arrays, such as the parts of a packed one, that a plan remembers."""
 
 _pack_sm80 = FORWARD_SM80.launch_block.pack_into
-_pack_sm90 = FORWARD_SM90.launch_block.pack_into
+_pack_sm90 = FORWARD_SM90.launch_block.pack
 
 
 class CallPlan:
@@ -41,8 +42,8 @@ class CallPlan:
     loaded : LoadedKernel or None
         None if nothing is launched.
     launches : tuple of (grid, packed parameters after those that follow from pointers)
-    backward : dict
-        What `cuflash.torch` has found out for the backward passes of such calls.
+    backward : tuple of (key, BackwardPlan)
+        What `cuflash.torch` has found out for the backward passes of such calls, the latest last.
     """
 
     __slots__ = (
@@ -59,7 +60,7 @@ class CallPlan:
         self.dead = request.seqlen_k == 0 and request.rows > 0
         self.loaded = loaded
         self.launches = launches
-        self.backward: dict[Hashable, Any] = {}
+        self.backward: tuple[tuple[Any, BackwardPlan], ...] = ()
         self.alignment = 1
         if loaded is not None:
             self.alignment = loaded.problem.access_bytes
@@ -128,13 +129,20 @@ class TmaPlan(CallPlan):
         self._counted = takes_counter(loaded.config)
 
     def launch(self, q: int, k: int, v: int, out: int, lse: int, stream: int) -> None:
-        # The buffer first: where this thread has no context yet, it makes one current, which tensor maps need as well.
-        buffer = jit.buffers.of_device.get(self.device) or jit.buffers.new(self.device)
-        maps = jit.places.get((self, q, k, v, out)) or jit.tensor_maps(self, self._geometry, q, k, v, out)
-        ((grid, tail),) = self.launches
+        if self.device not in jit.buffers.of_device:
+            jit.buffers.new(self.device)  # a thread that CUDA does not know yet gets its context
         counter = counters.take(self.device, stream) if self._counted else counters.NO_COUNTER
-        _pack_sm90(buffer.block, 0, maps, out, lse, counter, tail)
-        driver.launch(self._handle, grid, self._block, self._smem_bytes, stream, buffer.address)
+        prepared = jit.prepared.get((self, q, k, v, out, lse, counter)) or self._prepare(q, k, v, out, lse, counter)
+        for shape, block in prepared:
+            driver.launch(*shape, stream, block.address)
+
+    def _prepare(self, q: int, k: int, v: int, out: int, lse: int, counter: int) -> tuple[PreparedLaunch, ...]:
+        """The launch with its parameter block; kept for the next call at these addresses."""
+        ((grid, tail),) = self.launches
+        maps = jit.tensor_maps(self._geometry, q, k, v, out)
+        packed = _pack_sm90(maps, out, lse, counter, tail)
+        shape = self._handle, grid, self._block, self._smem_bytes
+        return jit.prepare((self, q, k, v, out, lse, counter), (shape, packed))
 
 
 def make_plan(request: Request) -> CallPlan:

@@ -10,13 +10,13 @@ from .arch import fp8_sm90
 from .fp8_layout import TILE, tiles
 from .fp8_sm80_config import Fp8Sm80Config
 from .fp8_sm90_config import Fp8Sm90Config
-from .jit import LoadedKernel, TensorGeometry
+from .jit import LoadedKernel, PreparedLaunch, TensorGeometry
 from .params import FORWARD_FP8_SM80, FORWARD_FP8_SM90, fast_div, stride_values
 from .problem import AttentionProblem, Dtype, InputDtype
 from .request import FOLDED_SCALES, LOG2_E, TMA_TILE_ROWS
 
 _pack_sm80 = FORWARD_FP8_SM80.launch_block.pack_into
-_pack_sm90 = FORWARD_FP8_SM90.launch_block.pack_into
+_pack_sm90 = FORWARD_FP8_SM90.launch_block.pack
 
 OUT_BYTES = 2
 
@@ -116,7 +116,8 @@ class Fp8Plan:
         self.loaded = loaded
         self._device = loaded.kernel.device
         grid = kernels.persistent_grid(loaded.problem, config, *call.sizes, driver.multiprocessors(self._device))
-        self._shape = (grid.blocks, 1, 1), (config.threads, 1, 1), config.smem_bytes(loaded.problem)
+        smem_bytes = config.smem_bytes(loaded.problem)
+        self._shape = loaded.kernel.handle, (grid.blocks, 1, 1), (config.threads, 1, 1), smem_bytes
         self._counted = jit.takes_counter(config)
         self._tail = FORWARD_FP8_SM90.pack_tail(_common_values(call) | grid.parameters)
         self._geometry = (
@@ -129,12 +130,16 @@ class Fp8Plan:
 
     def launch(self, q: int, k: int, addresses: Fp8Addresses, stream: int) -> None:
         """Launch on a stream of the kernel's device, whose context must be current."""
-        device = self._device
-        buffer = jit.argument_buffer(device)
-        maps = jit.tensor_maps(self, self._geometry, q, k, addresses.out)
-        counter = counters.take(device, stream) if self._counted else counters.NO_COUNTER
-        _pack_sm90(buffer.block, 0, maps, *addresses, counter, self._tail)
-        driver.launch(self.loaded.kernel.handle, *self._shape, stream, buffer.address)
+        jit.argument_buffer(self._device)  # a thread that CUDA does not know yet gets its context
+        counter = counters.take(self._device, stream) if self._counted else counters.NO_COUNTER
+        prepared = jit.prepared.get((self, q, k, addresses, counter)) or self._prepare(q, k, addresses, counter)
+        for shape, block in prepared:
+            driver.launch(*shape, stream, block.address)
+
+    def _prepare(self, q: int, k: int, addresses: Fp8Addresses, counter: int) -> tuple[PreparedLaunch, ...]:
+        """The launch with its parameter block; kept for the next call at these addresses."""
+        packed = _pack_sm90(jit.tensor_maps(self._geometry, q, k, addresses.out), *addresses, counter, self._tail)
+        return jit.prepare((self, q, k, addresses, counter), (self._shape, packed))
 
 
 class Fp8Sm80Plan:

@@ -36,8 +36,9 @@ Origin = Literal["memory", "disk", "prebuilt", "compiled"]
 MAX_PLANS = 4096
 """Bound of the plan table (some 2 KB each); the oldest goes. Lengths that grow step by step make many plans."""
 
-MAX_PLACES = 4096
-"""Bound of the tables of tensor maps, of all plans together (0.7 KB for each set of addresses); the oldest goes."""
+MAX_PREPARED = 4096
+"""Bound of the tables of prepared launches (1.5 KB for a call, 3 KB for a backward pass) and of tensor maps, of all
+plans together; the oldest goes."""
 
 MAX_FOLLOWERS = 16
 """Layouts of what arrives at a call's output, for each of which a plan remembers a backward plan."""
@@ -225,27 +226,38 @@ class TensorGeometry(NamedTuple):
     box_rows: int
 
 
-places: dict[tuple[Any, ...], bytes] = {}
-"""The tensor maps of the calls of late, one after the other, by plan and addresses. Readers need no lock."""
+LaunchShape = tuple[int, tuple[int, int, int], tuple[int, int, int], int]
+"""What `driver.launch` takes before the stream."""
+
+PreparedLaunch = tuple[LaunchShape, driver.ArgumentBuffer]
+"""With its parameter block, which is never written again."""
+
+prepared: dict[tuple[Any, ...], tuple[PreparedLaunch, ...]] = {}
+"""The launches of the calls of late, by plan and all that their parameter blocks hold beside: a framework's allocator
+gives the same addresses step after step. Threads share them; readers need no lock."""
+
+
+def prepare(key: tuple[Any, ...], *launches: tuple[LaunchShape, bytes]) -> tuple[PreparedLaunch, ...]:
+    """Launches with their packed parameters, for this call and the next one with this key."""
+    ready = tuple((shape, driver.ArgumentBuffer.of(packed)) for shape, packed in launches)
+    keep(prepared, key, ready, MAX_PREPARED)
+    return ready
+
 
 _tensor_maps: dict[tuple[TensorGeometry, int], bytes] = {}
-"""Each of them."""
+"""Those of the arrays of late."""
 
 
-def tensor_maps(plan: object, geometry: tuple[TensorGeometry, ...], *addresses: int) -> bytes:
-    """The tensor maps of a plan's arrays, one after the other; encoded if these addresses are new to it."""
-    maps = places.get((plan, *addresses))
-    if maps is None:
-        maps = b"".join(map(_tensor_map, geometry, addresses))
-        keep(places, (plan, *addresses), maps, MAX_PLACES)
-    return maps
+def tensor_maps(geometry: tuple[TensorGeometry, ...], *addresses: int) -> bytes:
+    """The tensor maps of arrays, one after the other."""
+    return b"".join(map(_tensor_map, geometry, addresses))
 
 
 def _tensor_map(geometry: TensorGeometry, address: int) -> bytes:
     found = _tensor_maps.get((geometry, address))
     if found is None:
         found = driver.encode_tensor_map(address, *geometry)
-        keep(_tensor_maps, (geometry, address), found, MAX_PLACES)
+        keep(_tensor_maps, (geometry, address), found, MAX_PREPARED)
     return found
 
 
@@ -293,7 +305,7 @@ def remember_backward(key: Hashable, plan: BackwardPlan) -> None:
 
 def remember_with(plan: CallPlan, key: Hashable, value: Any) -> None:
     """Enter something about the backward passes of a plan's calls into the plan."""
-    keep(plan.backward, key, value, MAX_FOLLOWERS)
+    plan.backward = (*plan.backward[1 - MAX_FOLLOWERS :], (key, value))
 
 
 def forget_plans() -> None:

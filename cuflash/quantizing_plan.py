@@ -67,7 +67,7 @@ class QuantizingPlan:
             with kind.on_device(self.device):
                 return self.run(q, at, out, out_at)
         # Kept until the end: what a framework's allocator gets back, it gives away in the order of the stream.
-        _workspace, base = kind.empty(q, max(self._size, 1), "uint8")
+        _workspace, base = kind.empty(q, (max(self._size, 1),), "uint8")
         for name, offset in self._offsets.items():
             at[name] = base + offset
         self._quantize.launch(at, kind.stream(self.device))

@@ -21,12 +21,12 @@ except ModuleNotFoundError as error:
         "cuflash.attention and cuflash.attention_backward take NumPy, CuPy and JAX arrays without it",
         name="torch",
     ) from error
-from torch import is_grad_enabled
+from torch import are_deterministic_algorithms_enabled, is_grad_enabled
 from torch.autograd import forward_ad
 
 from .api import compute
 from .arrays import bridge, torch_arrays
-from .arrays.torch_arrays import LABEL, dispatch_modes, is_compiling, transformed
+from .arrays.torch_arrays import LABEL, dispatch_modes, is_compiling, is_tracing, transformed
 from .backward import gradients, launch
 from .checks import check_causal, check_flag, check_layout, check_number, check_shapes
 from .errors import UnsupportedError
@@ -284,39 +284,39 @@ def _gradients_after(told: list[Any], dout: Tensor, saved: tuple[Tensor, ...], o
     is left to look at: it has changed where somebody has assigned to a tensor's ``.data``, which torch does not notice.
     None where that is of no use.
     """
-    forward, places = told
-    if torch.are_deterministic_algorithms_enabled():
-        options = *options[:3], True
     q, k, v, out, lse = saved
+    forward, q_at, k_at, v_at, out_at, lse_at = told
+    if are_deterministic_algorithms_enabled():
+        options = *options[:3], True
     try:
-        form, dout_at = torch_arrays.geometry(dout)
-        now = [q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse.data_ptr()]
-    except (AttributeError, TypeError, RuntimeError):  # nothing arrives, or what torch follows or has not in memory
+        moved = (
+            q.data_ptr() != q_at or k.data_ptr() != k_at or v.data_ptr() != v_at
+            or out.data_ptr() != out_at or lse.data_ptr() != lse_at
+        )  # fmt: skip
+        dout_at = dout.data_ptr()
+        lying = (
+            (dout_at | out_at) & 15, lse_at & 3, options[3], type(dout), dout.device, dout.is_neg(),
+            dout.shape, q.shape, k.shape, v.shape, out.shape, lse.shape,
+            dout.stride(), q.stride(), k.stride(), v.stride(), out.stride(), lse.stride(),
+            dout.dtype, q.dtype, k.dtype, v.dtype, out.dtype, lse.dtype,
+        )  # fmt: skip
+    except (AttributeError, RuntimeError):  # nothing arrives, or what is not in memory
         return None
-    if now != places:
+    if moved or dispatch_modes() or is_tracing() or forward_ad._current_level >= 0:
         return None
-    lying = (
-        q.shape, k.shape, v.shape, out.shape, lse.shape,
-        q.stride(), k.stride(), v.stride(), out.stride(), lse.stride(),
-        q.dtype, k.dtype, v.dtype, out.dtype, lse.dtype,
-    )  # fmt: skip
-    key = form, (dout_at | now[3]) & 15, now[4] & 3, options[3]
-    plan, known = forward.backward.get(key, NOTHING)
-    if known == lying and torch_arrays.current_device() == plan.device:
-        now.insert(3, dout_at)
-        now.append(0)
-        return launch(torch_arrays, plan, now, (dout, q, k, v, out, lse, None), options)
+    arrays = dout, q, k, v, out, lse, None
+    for known, plan in forward.backward:
+        if known == lying:
+            if torch_arrays.current_device() != plan.device:
+                return gradients(*arrays, options)
+            return launch(torch_arrays, plan, [q_at, k_at, v_at, dout_at, out_at, lse_at, 0], arrays, options)
     if dout.is_neg():
         return None
     found: list[Any] = []
-    grads = gradients(dout, q, k, v, out, lse, None, options, told=found)
+    grads = gradients(*arrays, options, told=found)
     if found:
-        remember_with(forward, key, (found[0], lying))
+        remember_with(forward, lying, found[0])
     return grads
-
-
-NOTHING: tuple[Any, Any] = None, None
-"""What a plan knows about the gradients of a new layout."""
 
 
 # --- operators -------------------------------------------------------------------------------------------------

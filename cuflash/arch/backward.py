@@ -28,6 +28,7 @@ def _backward_row(
     warps: int = 8,
     stages: tuple[int, int] = (2, 2),
     ctas: int = 1,
+    masks: tuple[Mask, ...] = MASKS,
     reason: str,
 ) -> Row[BackwardConfig]:
     q_stages, dout_stages = stages
@@ -41,7 +42,7 @@ def _backward_row(
         ctas=ctas,
         reason=reason,
     )
-    return Row(arches, head_dim, head_dim, MASKS, config)
+    return Row(arches, head_dim, head_dim, masks, config)
 
 
 LARGE = ("sm_90", "sm_100")
@@ -52,11 +53,28 @@ BACKWARD = (
         LARGE, 64, 64, 64, key_warps=2, warps=4, ctas=3, reason="small enough for three blocks, which hide exponentials"
     ),
     _backward_row(("sm_80",), 64, 64, 64, key_warps=2, warps=4, ctas=2, reason="two blocks within 164 KiB"),
-    _backward_row(("sm_90",), 96, 64, 128, key_warps=4, stages=(3, 3), reason="one barrier a step; 226 KiB, as at 128"),
-    _backward_row(("sm_90",), 112, 64, 128, key_warps=4, reason="two stages, since three spill 52 bytes"),
     _backward_row(("sm_90",), 128, 64, 128, key_warps=4, stages=(3, 3), reason="one barrier a step; 226 KiB"),
-    _backward_row(("sm_80", "sm_100"), 128, 64, 128, key_warps=4, reason="161 KiB; three stages spill on sm_100"),
-    _backward_row(LARGE, 256, 64, 64, key_warps=2, reason="dK and dV take 128 registers; 209 KiB"),
+    _backward_row(("sm_80", "sm_100"), 128, 64, 128, key_warps=4, reason="161 KiB"),
+    _backward_row(
+        ("sm_90",),
+        256,
+        128,
+        64,
+        key_warps=2,
+        stages=(1, 1),
+        masks=("full",),
+        reason="226 KiB; scores of 32 x 32 a warp load least: 12 % ahead of 64 queries",
+    ),
+    _backward_row(
+        ("sm_90",),
+        256,
+        64,
+        64,
+        key_warps=2,
+        masks=("causal",),
+        reason="209 KiB; 128 queries: -5 % at N = 512, +7 % at 4096, but 212 bytes of spills",
+    ),
+    _backward_row(("sm_100",), 256, 64, 64, key_warps=2, reason="209 KiB"),
     _backward_row(("sm_80",), 256, 64, 64, key_warps=2, stages=(1, 1), reason="145 KiB of 163"),
     _backward_row(SMALL, 64, 64, 128, key_warps=4, reason="97 KiB of 99"),
     _backward_row(SMALL, 128, 64, 64, key_warps=2, stages=(2, 1), reason="97 KiB of 99, so one block, of 8 warps"),
@@ -67,14 +85,13 @@ BACKWARD = (
 def backward_config(problem: AttentionProblem) -> BackwardConfig:
     """The config of the row with the smallest head dim that serves the problem.
 
-    Loads of single elements take registers that large head dims do not leave to tiles of 64 queries.
+    Narrow loads take registers that large head dims do not leave to tiles of 64 queries.
     """
     row = row_for(BACKWARD, problem)
-    if problem.access_bytes == 2 and problem.arch not in SMALL:
-        if row.head_dim == 256:
-            return replace(row.config, block_m=32, key_warps=4, reason="scalar loads need registers, so 32 queries")
-        if row.head_dim == 128 and problem.arch == "sm_80":
-            return replace(row.config, dout_stages=1, reason="scalar loads need registers: two dO buffers spill")
+    narrow = problem.access_bytes == 2 or (problem.access_bytes < 16 and problem.arch == "sm_100")
+    wide = row.head_dim > (128 if problem.arch == "sm_90" else 96)
+    if narrow and wide and problem.arch not in SMALL:
+        return replace(row.config, block_m=32, key_warps=4, reason="narrow loads need registers, so 32 queries")
     return row.config
 
 
@@ -101,7 +118,8 @@ HOPPER: tuple[Row[HopperConfig], ...] = (
                 reason="198 KiB; turns and a third Q stage within 1 %"),
     _hopper_row(128, 64, stages=(3, 2), in_turns=True,
                 reason="214 KiB; turns were worth 5 to 8 %, 4 to 11 % under a causal mask, with a tile for each block"),
-    Row(("sm_90a",), 256, 256, MASKS, BackwardWideConfig(reason="dK and dV of 128 keys take the registers of two blocks; 227 KiB")),
+    Row(("sm_90a",), 256, 256, MASKS,
+        BackwardWideConfig(reason="dK and dV of 128 keys need two blocks; 226 KiB; turns: -2 to -15 %")),
 )  # fmt: skip
 
 

@@ -75,17 +75,17 @@ class Kind(Protocol):
         The hot path: any exception means that ``x`` has to be looked at with `operand`.
         """
 
-    def geometries(self, q: Any, k: Any, v: Any, /) -> tuple[tuple[tuple[Any, ...], int], ...]:
-        """`geometry` of the three inputs of a call, at once."""
+    def geometries(self, q: Any, k: Any, v: Any, /) -> tuple[tuple[Any, ...], int, int, int]:
+        """`geometry` of the three inputs of a call, at once: one key for all, and their addresses."""
 
     def operand(self, name: str, x: Any, /) -> Operand:
         """Describe an array, or refuse it with TypeError or UnsupportedError."""
 
-    def empty(self, like: Any, shape: tuple[int, ...] | int, dtype: str | None = None, /) -> tuple[Any, int]:
-        """A new C-contiguous array on the device of ``like``, and its address; ``dtype`` None: that of ``like``."""
+    def empty(self, like: Any, shape: tuple[int, ...], dtype: str | None = None, /) -> tuple[Any, int]:
+        """A new C-contiguous array on the device of ``like``, and its address; ``dtype`` None: that of ``like``.
 
-    def empty_like(self, x: Any, /) -> tuple[Any, int]:
-        """A new C-contiguous array of the shape, dtype and device of ``x``, and its address."""
+        The device, if it is a GPU, is current.
+        """
 
     def fill_dead(self, out: Any, lse: Any, /) -> None:
         """Give every row what a row without keys gets, 0 and -inf, in stream order; ``lse`` may be None."""

@@ -21,7 +21,6 @@ __all__ = [
     "copy",
     "current_device",
     "empty",
-    "empty_like",
     "fill_dead",
     "follower",
     "geometries",
@@ -48,8 +47,9 @@ def geometry(x: Any, /) -> tuple[tuple[Any, ...], int]:
     return (type(x), x.shape, x.strides, x.dtype, memory.device_id), memory.ptr
 
 
-def geometries(q: Any, k: Any, v: Any, /) -> tuple[tuple[tuple[Any, ...], int], ...]:
-    return geometry(q), geometry(k), geometry(v)
+def geometries(q: Any, k: Any, v: Any, /) -> tuple[tuple[Any, ...], int, int, int]:
+    (q_key, q_at), (k_key, k_at), (v_key, v_at) = geometry(q), geometry(k), geometry(v)
+    return (q_key, k_key, v_key), q_at, k_at, v_at
 
 
 def operand(name: str, x: Any, /) -> Operand:
@@ -72,14 +72,9 @@ def operand(name: str, x: Any, /) -> Operand:
     )
 
 
-def empty(like: Any, shape: tuple[int, ...] | int, dtype: str | None = None, /) -> tuple[Any, int]:
+def empty(like: Any, shape: tuple[int, ...], dtype: str | None = None, /) -> tuple[Any, int]:
     x = cupy.ndarray(shape, like.dtype if dtype is None else np.dtype(dtype))
     return x, x.data.ptr
-
-
-def empty_like(x: Any, /) -> tuple[Any, int]:
-    made = cupy.ndarray(x.shape, x.dtype)
-    return made, made.data.ptr
 
 
 def fill_dead(out: Any, lse: Any, /) -> None:

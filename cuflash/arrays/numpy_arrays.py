@@ -48,12 +48,8 @@ def operand(name: str, x: Any, /) -> Operand:
     )
 
 
-def empty(like: Any, shape: tuple[int, ...] | int, dtype: str | None = None, /) -> tuple[Any, int]:
+def empty(like: Any, shape: tuple[int, ...], dtype: str | None = None, /) -> tuple[Any, int]:
     return np.empty(shape, like.dtype if dtype is None else dtype), 0
-
-
-def empty_like(x: Any, /) -> tuple[Any, int]:
-    return np.empty(x.shape, x.dtype), 0
 
 
 def fill_dead(out: Any, lse: Any, /) -> None:

@@ -5,9 +5,11 @@ DLPack would cost 20 us a call and refuses tensors of a device that is not curre
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -18,7 +20,7 @@ from ..errors import UnsupportedError
 from . import CPU, FLOAT8_DTYPES, Operand, dtype_name
 
 __all__ = [
-    "LABEL", "PLAIN_TYPES", "copy", "current_device", "dispatch_modes", "empty", "empty_like", "fill_dead", "follower",
+    "LABEL", "PLAIN_TYPES", "copy", "current_device", "dispatch_modes", "empty", "fill_dead", "follower",
     "geometries", "geometry", "is_compiling", "numpy", "on_device", "operand", "plain", "refusal", "stream",
     "transformed", "untraced", "written",
 ]  # fmt: skip
@@ -26,7 +28,6 @@ __all__ = [
 LABEL = "torch tensor"
 PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
 FLOAT8_TYPES = tuple(getattr(torch, name) for name in FLOAT8_DTYPES)
-CONTIGUOUS = torch.contiguous_format
 
 
 def _public_stream(ordinal: int, /) -> int:
@@ -38,6 +39,15 @@ stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", _p
 
 current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 """For arrays on a GPU, which have initialized CUDA; the public road looks whether it is."""
+
+
+def _public_empty(shape: tuple[int, ...], strides: tuple[int, ...], dtype: Any, /) -> Any:
+    return torch.empty_strided(shape, strides, dtype=dtype, device="cuda")
+
+
+empty_on_gpu: Callable[..., Any] = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", _public_empty)
+"""A tensor on the current device, allocated as in what torch.compile makes: through torch's dispatcher it takes twice
+as long, and a forward and a backward pass need six. It takes no subclass of tuple."""
 
 
 # Who follows torch's operators, and has to meet operators of cuflash: torch.compile, the transformations of torch.func,
@@ -63,7 +73,7 @@ def geometry(x: Any, /) -> tuple[tuple[Any, ...], int]:
     return (type(x), x.shape, x.stride(), x.dtype, x.device, x.is_neg()), x.data_ptr()
 
 
-def geometries(q: Any, k: Any, v: Any, /) -> tuple[tuple[tuple[Any, ...], int], ...]:
+def geometries(q: Any, k: Any, v: Any, /) -> tuple[tuple[Any, ...], int, int, int]:
     if (
         (is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad))
         or is_compiling()
@@ -72,11 +82,12 @@ def geometries(q: Any, k: Any, v: Any, /) -> tuple[tuple[tuple[Any, ...], int], 
         or forward_ad._current_level >= 0
     ):
         raise TypeError("followed by torch, or perhaps, which a plan is not")
-    return (
-        ((type(q), q.shape, q.stride(), q.dtype, q.device, q.is_neg()), q.data_ptr()),
-        ((type(k), k.shape, k.stride(), k.dtype, k.device, k.is_neg()), k.data_ptr()),
-        ((type(v), v.shape, v.stride(), v.dtype, v.device, v.is_neg()), v.data_ptr()),
-    )
+    key = (
+        type(q), q.shape, q.stride(), q.dtype, q.device, q.is_neg(),
+        type(k), k.shape, k.stride(), k.dtype, k.device, k.is_neg(),
+        type(v), v.shape, v.stride(), v.dtype, v.device, v.is_neg(),
+    )  # fmt: skip
+    return key, q.data_ptr(), k.data_ptr(), v.data_ptr()
 
 
 def follower(q: Any, k: Any, v: Any, /) -> Callable[..., Any] | None:
@@ -168,14 +179,18 @@ def operand(name: str, x: Any, /) -> Operand:
     )
 
 
-def empty(like: Any, shape: tuple[int, ...] | int, dtype: str | None = None, /) -> tuple[Any, int]:
-    x = like.new_empty(shape) if dtype is None else like.new_empty(shape, dtype=getattr(torch, dtype))
+def empty(like: Any, shape: tuple[int, ...], dtype: str | None = None, /) -> tuple[Any, int]:
+    torch_dtype = like.dtype if dtype is None else getattr(torch, dtype)
+    if like.is_cuda:
+        x = empty_on_gpu(shape, contiguous_strides(shape), torch_dtype)
+    else:
+        x = like.new_empty(shape, dtype=torch_dtype)
     return x, x.data_ptr()
 
 
-def empty_like(x: Any, /) -> tuple[Any, int]:
-    made = torch.empty_like(x, memory_format=CONTIGUOUS)
-    return made, made.data_ptr()
+@lru_cache(1024)
+def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(math.prod(max(extent, 1) for extent in shape[axis:]) for axis in range(1, len(shape) + 1))
 
 
 def fill_dead(out: Any, lse: Any, /) -> None:

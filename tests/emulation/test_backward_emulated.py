@@ -6,6 +6,7 @@ All but NVRTC and the launch itself is the product's own: checks, problems, conf
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -44,7 +45,7 @@ PATIENCE = 10_000_000
 
 
 def row_name(row: Row) -> str:
-    return f"{row.arches[0]}-d{row.head_dim}-{row.config.label}"
+    return f"{row.arches[0]}-d{row.head_dim}-{row.config.label}-{'-'.join(row.masks)}"
 
 
 # ---- every config, head dim and access width
@@ -55,9 +56,10 @@ def test_tuned_configs(index: int) -> None:
     """Each row of the tuning table, dtypes, masks and modes in turn; also with dims as different as it may get."""
     row = BACKWARD[index]
     d, config = row.head_dim, row.config
+    causal = [x for x in CAUSAL if ("causal" if x else "full") in row.masks]
     for i, dims in enumerate(((d, d), ((d, 8), (8, d))[index % 2])):
         lengths = config.block_m + 17, (2 - i) * config.block_n + 5
-        case = BackwardCase(lengths, dims, (2, 1), dtype=TYPES[index % 2], causal=CAUSAL[(index + i) % 3])
+        case = BackwardCase(lengths, dims, (2, 1), dtype=TYPES[index % 2], causal=causal[(index + i) % len(causal)])
         check(replace(case, arch=row.arches[0], deterministic=(index + i) % 2 == 0))
 
 
@@ -84,7 +86,7 @@ def test_access_widths(access_bytes: int, d: int) -> None:
 
 @pytest.mark.parametrize(
     "shape",
-    [(64, 32, 1, 4, 1, 1), (32, 64, 4, 4, 1, 2), (64, 64, 2, 8, 2, 1), (128, 32, 2, 4, 2, 2), (32, 32, 2, 4, 3, 3)],
+    [(64, 32, 1, 4, 1, 1), (32, 64, 4, 4, 2, 2), (64, 64, 2, 8, 2, 1), (128, 32, 2, 4, 2, 2), (32, 32, 2, 4, 3, 3)],
     ids=str,
 )
 def test_any_stages_and_grid_of_warps(shape: tuple[int, ...]) -> None:
@@ -295,13 +297,13 @@ MAIN = {
     "no barrier before staging": Mutation("", "   cta_sync();\n        if (range()", "   if (range()"),
     "copies into the stage in use": Mutation("", "loader(*this, stage(1))", "loader(*this, stage())"),
     "another swizzle on one side": Mutation("device/tile.cuh", "(chunk ^ (row & 7))", "(chunk ^ (row & 3))"),
-    "mask one key short": Mutation("", "(e & 1) > last_key", "(e & 1) >= last_key"),
-    "too many tiles taken for full": Mutation("", "n0 + kBlockN - 1 - p.causal_offset", "n0 - p.causal_offset"),
-    "a query tile too few": Mutation("", "min_int(first / kBlockM", "min_int(ceil_div(first, kBlockM)"),
+    "mask one key short": Mutation("", "query > last_key", "query >= last_key"),
+    "too many tiles taken for full": Mutation("device/query_range.cuh", "n0 + kBlockN - 1 -", "n0 -"),
+    "a query tile too few": Mutation("device/query_range.cuh", "{min_int(first", "{min_int(kBlockM + first"),
     "another head's queries": Mutation("", "kv_head * p.group + head", "kv_head + head"),
     "the delta is forgotten": Mutation("", "- bits_float(row.word[3])", ""),
     "no scale": Mutation("", "dk, p.scale)", "dk, 1.f)"),
-    "one warp's own queries twice": Mutation("", "(at.share + i) % kShares", "at.share"),
+    "one warp's own queries twice": Mutation("", "(at.share ^ ((first + k) / kQueryBlocks)) *", "at.share *"),
     "all warps the same columns of dQ": Mutation("", "columns{warp / kQueryWarps}", "columns{0 * warp}"),
     "dead rows stay": Mutation("", "cta_sync_or(copied_dead_row(at))", "cta_sync_or(false)"),
     "a turn is never released": Mutation("", "(of_same_head || head > 0) st", "(false) st"),
@@ -315,7 +317,7 @@ ROWS = {
 }
 LAST = {
     "no scale": Mutation("", "pack_pair<kBf16>(p.scale * c[2 * r]", "pack_pair<kBf16>(c[2 * r]"),
-    "another row block": Mutation("", "block * 16 + 8 * r", "8 * r"),
+    "another row block": Mutation("", "<kHeadDim>(block, column)", "<kHeadDim>(block ^ 1, column)"),
 }
 
 
@@ -338,6 +340,7 @@ def test_a_wrong_kernel_is_seen(mutated: str, name: str) -> None:
 def test_without_a_fault_it_passes() -> None:
     _run_wrong()
     _run_wrong(case=AHEAD)
+    _run_wrong(case=ONE_BUFFER)
 
 
 AHEAD = replace(WRONG, config=replace(WRONG.config, q_stages=3, dout_stages=3))  # type: ignore[type-var]
@@ -347,6 +350,21 @@ WRONG_AHEAD = {
     "copies into the next tile": Mutation("", "loader(*this, stage(2))", "loader(*this, stage(1))"),
     "no barrier at all": Mutation("", "cta_sync_or(copied_dead_row(at))", "false"),
 }
+
+
+ONE_BUFFER = replace(WRONG, config=replace(WRONG.config, q_stages=1, dout_stages=1))  # type: ignore[type-var]
+WRONG_ONE_BUFFER = {
+    "dO is not waited for": Mutation("", "if (kOneBuffer) receive<0>(stage());", ""),
+    "Q is loaded while others read it": Mutation("", "cta_sync();\n            load_q(0);", "load_q(0);"),
+    "dO is that of the next tile": Mutation("", "if (!kOneBuffer) advance();\n    }", "advance();\n    }"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_ONE_BUFFER)
+def test_a_wrong_kernel_with_one_buffer_is_seen(name: str) -> None:
+    with pytest.raises(AssertionError):
+        for timing in (Timing(False, 1), Timing(True, 2)):
+            _run_wrong(timing, WRONG_ONE_BUFFER[name], case=ONE_BUFFER)
 
 
 @pytest.mark.parametrize("name", WRONG_AHEAD)
@@ -369,6 +387,6 @@ def test_vectors_and_scalars_add_to_the_same_sums() -> None:
 
 def test_the_kernels_of_every_target_are_those_of_the_table() -> None:
     for row in BACKWARD:
-        for arch in row.arches:
-            problem = AttentionProblem(row.head_dim, row.head_dim, "float16", "full", 16, False, arch, "backward")
+        for arch, mask in product(row.arches, row.masks):
+            problem = AttentionProblem(row.head_dim, row.head_dim, "float16", mask, 16, False, arch, "backward")
             assert kernels.select_config(problem) == row.config

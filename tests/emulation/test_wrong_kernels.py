@@ -47,3 +47,8 @@ def test_a_wrong_kernel_is_seen(name: str) -> None:
         for tensors, result in runs:
             assert_clean(tensors, result)
             assert_right(case, tensors)
+
+
+def test_a_mutation_that_finds_no_text_is_not_taken_for_a_fault_that_was_seen() -> None:
+    with pytest.raises(ValueError, match="write the mutation anew"):
+        run(LONG, mutation=Mutation("", "no such text", ""))

@@ -131,10 +131,10 @@ def _shares(launch: Launch) -> int:
         return 1
     shares: int = p["shares"][2]
     tiles = p["batch_heads"] // shares * p["n_tiles"] if shares > 1 else 0
-    assert p["first_cleared"] == 1 + 2 * tiles
+    assert p["first_cleared"] == 1 + config.cluster * config.consumers * tiles
     counts = _view(p["counts"], (p["first_cleared"] + p["batch_heads"],), (4,), np.int32)
     assert not counts.any() and bool(p["kv_sums"]) == (shares > 1) and p["kv_sums"] % 16 == 0
-    counts[0] = p["work_tiles"] + launch.grid[0]  # each block learns once that there are no more
+    counts[0] = p["work_tiles"] + launch.grid[0] // config.cluster  # each learns once that there are no more
     if shares > 1:
         sums = _view(p["kv_sums"], (tiles * config.kv_sums(launch.loaded.problem),), (4,), np.float32)
         sums[...] = np.nan
@@ -147,7 +147,7 @@ def _check_order(launch: Launch, heads: int) -> None:
     section_tiles, section, last_section = (p[name][2] for name in ("section_tiles", "section", "last_section"))
     tiles, blocks = heads * p["n_tiles"], launch.grid[0]
     assert section_tiles == section * p["n_tiles"] and launch.grid[1:] == (1, 1)
-    assert p.get("work_tiles", blocks) == tiles >= blocks
+    assert p.get("work_tiles", blocks) == tiles >= blocks // launch.loaded.config.cluster
     seen = set()
     for index in range(tiles):
         first, within = index // section_tiles * section, index % section_tiles

@@ -203,11 +203,19 @@ def install_for_torch(monkeypatch: pytest.MonkeyPatch, device: int = 0) -> FakeG
     monkeypatch.setattr(torch_arrays, "current_device", lambda: gpu.device)
     monkeypatch.setattr(torch_arrays, "on_device", gpu.on_device)
     monkeypatch.setattr(torch_arrays, "stream", lambda device: gpu.streams[device])
+    empty = torch_arrays.empty
+
+    def empty_as_on_a_gpu(like: Any, shape: Any, dtype: str | None = None, /) -> Any:
+        assert type(shape) is tuple, "torch takes no torch.Size there"
+        assert gpu.device == device, "allocated while another device was current"
+        return empty(like, shape, dtype)
+
+    monkeypatch.setattr(torch_arrays, "empty", empty_as_on_a_gpu)
     return gpu
 
 
 def _install_driver(monkeypatch: pytest.MonkeyPatch, gpu: FakeGpu) -> None:
-    for table in ("_loaded", "_code", "_locks", "places", "_tensor_maps"):
+    for table in ("_loaded", "_code", "_locks", "prepared", "_tensor_maps"):
         monkeypatch.setattr(jit, table, {})
     jit.forget_plans()
     monkeypatch.setattr(jit, "obtain_code", gpu.obtain_code)

@@ -208,7 +208,7 @@ def test_the_workspace_keeps_its_bound(deterministic: bool) -> None:
     """One dQ in float32, rounded up to tiles, 8 bytes a row, and the turns."""
     layout = Workspace.of(padded_rows=64 * 32, head_dim=100, deterministic=deterministic)
     sums = 64 * 32 * 112 * 4
-    assert layout.rows == sums and layout.size == sums + 64 * 32 * 8 + (64 * 4 if deterministic else 0)
+    assert layout.rows == sums and layout.size == sums + 64 * 32 * 8 + (64 * 2 * 4 if deterministic else 0)
     assert (layout.turns is None) != deterministic and layout.counts is layout.kv_sums is None
     counted = Workspace.of(64 * 32, 100, deterministic, counts=1)
     assert counted.counts == layout.size and counted.size == layout.size + 4 and counted.kv_sums is None
@@ -225,13 +225,13 @@ def test_every_block_fits_the_argument_buffer() -> None:
 
 @pytest.mark.parametrize("dims", [(64, 32), (128, 128), (192, 128)])
 @pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize(("multiprocessors", "shares"), [(4, 1), (8, 2), (12, 3), (100, 6)])
+@pytest.mark.parametrize(("places", "shares"), [(4, 1), (8, 2), (12, 3), (100, 6)])
 def test_blocks_share_the_query_heads_of_few_key_tiles(
-    gpu: FakeGpu, dims: tuple[int, int], deterministic: bool, multiprocessors: int, shares: int
+    gpu: FakeGpu, dims: tuple[int, int], deterministic: bool, places: int, shares: int
 ) -> None:
     """As few blocks as fill the device some times, with query heads alike."""
-    gpu.multiprocessors = multiprocessors
-    arrays = draw((40, 500 if dims[0] > 128 else 1000), (6, 1), dims, causal=True)  # 8 key tiles
+    gpu.multiprocessors = places * (BackwardWideConfig.cluster if dims[0] > 128 else 1)
+    arrays = draw((40, 1000), (6, 1), dims, causal=True)  # 8 key tiles
     arrays = {name: x[:1] for name, x in arrays.items()}
     check(gpu, arrays, True, deterministic=deterministic)
     main = gpu.launches[1].params
@@ -395,16 +395,18 @@ class Work:
 
 
 def hopper_call(d: int, mask: Any, deterministic: bool, draw: random.Random) -> tuple[HopperCall, int]:
-    """And the multiprocessors of the device."""
+    """And how many tiles a device works on at a time."""
     p = AttentionProblem(d, d, "bfloat16", mask, 16, False, "sm_90a", "backward")
     config = kernels.select_config(p)
     assert isinstance(config, (BackwardSm90Config, BackwardWideConfig))
-    seqlen_q, seqlen_k, multiprocessors = draw.randint(1, 2500), draw.randint(1, 2500), draw.randint(1, 40)
+    seqlen_q, seqlen_k, places = draw.randint(1, 2500), draw.randint(1, 2500), draw.randint(1, 40)
     group = draw.choice((1, 1, 2, 3))
     heads = group * draw.randint(1, 6)
     offset = draw.choice((0, seqlen_k - seqlen_q)) if mask == "causal" else None
+    multiprocessors = places * config.cluster + draw.randint(0, config.cluster - 1)
     grid = backward_grid(p, config, (heads, group, seqlen_q, seqlen_k), multiprocessors, deterministic)
-    return HopperCall(grid, config, group // grid.shares, offset, deterministic), multiprocessors
+    assert grid.blocks == config.cluster * min(places, grid.work_tiles)
+    return HopperCall(grid, config, group // grid.shares, offset, deterministic), places
 
 
 @pytest.mark.parametrize("d", [64, 128, 256])
@@ -414,10 +416,10 @@ def test_blocks_that_add_in_turns_never_wait_in_a_circle(d: int, mask: str, dete
     """Nor those that wait for zeros or for other shares. As many as find room, all of a group of turns at least."""
     draw = random.Random(d)
     for _ in range(60 if deterministic else 20):
-        call, multiprocessors = hopper_call(d, mask, deterministic, draw)
+        call, places = hopper_call(d, mask, deterministic, draw)
         grid = call.grid
-        assert grid.turn_shift == 0 or grid.turn_group <= max(1, multiprocessors // 4)
-        room = draw.choice((multiprocessors, grid.turn_group if grid.turn_shift else 1))
+        assert grid.turn_shift == 0 or grid.turn_group <= max(1, places // 4)
+        room = draw.choice((places, grid.turn_group if grid.turn_shift else 1))
         blocks = Blocks(call, room, draw)
         assert blocks.end(), (call, room)
         seen_by = Counter((tile.head * call.group + head, m) for tile in blocks.tiles for m in tile.path
@@ -431,9 +433,9 @@ def test_blocks_that_have_two_tiles_of_a_group_may_wait_in_a_circle() -> None:
     draw = random.Random(1)
     ends = []
     for _ in range(150):
-        call, multiprocessors = hopper_call(128, "full", True, draw)
+        call, places = hopper_call(128, "full", True, draw)
         if call.grid.turn_shift and call.grid.turn_group > 1:
-            room = draw.randint(call.grid.turn_group, multiprocessors)
+            room = draw.randint(call.grid.turn_group, places)
             ends.append(Blocks(call, room, draw, leaves_group=False).end())
     assert not all(ends) and any(ends)
 
@@ -442,14 +444,15 @@ def test_blocks_that_wait_for_zeros_of_their_own_section_may_wait_in_a_circle() 
     draw = random.Random(2)
     ends = []
     for _ in range(40):
-        call, multiprocessors = hopper_call(128, "causal", True, draw)
+        call, places = hopper_call(128, "causal", True, draw)
         call = call._replace(grid=call.grid._replace(cleared_heads=1))
-        ends.append(Blocks(call, draw.randint(1, multiprocessors), draw).end())
+        ends.append(Blocks(call, draw.randint(1, places), draw).end())
     assert not all(ends) and any(ends)
 
 
 @pytest.mark.parametrize("changes", [
-    {"key_warps": 3}, {"block_m": 48}, {"block_n": 72}, {"q_stages": 3}, {"dout_stages": 0}, {"warps": 6},
+    {"key_warps": 3}, {"block_m": 48}, {"block_n": 72}, {"q_stages": 1}, {"q_stages": 3}, {"dout_stages": 0},
+    {"warps": 6},
 ])  # fmt: skip
 def test_a_config_that_no_kernel_can_have(changes: dict[str, int]) -> None:
     values = {"block_m": 64, "block_n": 128, "key_warps": 4, "warps": 8} | changes

@@ -122,6 +122,73 @@ def test_pointers_are_those_of_the_call(gpu: FakeGpu) -> None:
     assert len(jit.BACKWARD_PLANS) == 1
 
 
+ADDRESSES = ("q", "k", "v", "dout", "out", "lse", "dlse", "grads[0]", "grads[1]", "grads[2]", "workspace")
+
+
+@pytest.mark.parametrize("capability", [(9, 0), (8, 0)], ids=str)
+@pytest.mark.parametrize("moved", ADDRESSES)
+def test_each_address_is_that_of_the_call(gpu: FakeGpu, moved: str, capability: tuple[int, int]) -> None:
+    """After a call of the same plan that differs in one alone, whose prepared launches are not for this one."""
+    gpu.capability = capability
+    given = inputs(gpu) | {"dlse": gpu.at(7 << 40, ROWS, np.float32), "grads": three(gpu)}
+
+    def launched(**call: Any) -> list[dict[str, Any]]:
+        cuflash.attention_backward(**call)
+        return [launch.params for launch in gpu.launches[-3:]]
+
+    first = launched(**given)
+    assert launched(**given) == first and len(jit.prepared) == 1
+    if moved == "workspace":
+        gpu.offset = 1 << 20
+    elif moved in given:
+        given[moved] = gpu.at(given[moved].data.ptr + (1 << 30), given[moved].shape, given[moved].dtype)
+    else:
+        grads = list(given["grads"])
+        place = int(moved[-2])
+        grads[place] = gpu.at(grads[place].data.ptr + (1 << 30), SHAPE)
+        given["grads"] = tuple(grads)
+    found = launched(**given)
+    assert len(jit.prepared) == 2 and len(jit.BACKWARD_PLANS) == 1
+    jit.prepared.clear()
+    assert found == launched(**given) != first
+
+
+def test_prepared_launches_are_those_of_a_plan(gpu: FakeGpu) -> None:
+    """The same addresses with other options, or on another device, and on another stream."""
+    for _ in range(2):
+        for stream, options in ((11, {}), (22, {"causal": True}), (33, {"scale": 2.0}), (44, {})):
+            gpu.streams[0] = stream
+            cuflash.attention_backward(**inputs(gpu), grads=three(gpu), **options)
+            _, main, last = gpu.launches[-3:]
+            assert main.loaded.problem.mask == ("causal" if "causal" in options else "full")
+            assert last.params["scale"] == options.get("scale", 1 / 8)
+            assert {launch.stream for launch in gpu.launches[-3:]} == {stream}
+        away = [gpu.at(16 + i << 40, SHAPE, device=1) for i in range(3)]
+        cuflash.attention_backward(**inputs(gpu, device=1), grads=tuple(away))
+        assert {launch.loaded.device for launch in gpu.launches[-3:]} == {1}
+    assert len(jit.prepared) == 4
+
+
+def test_the_memory_of_prepared_launches_is_bounded(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jit, "MAX_PREPARED", 8)
+    for i in range(50):
+        cuflash.attention_backward(**inputs(gpu, i << 30), grads=three(gpu))
+        assert gpu.launches[-2].params["q"] == (1 << 40) + (i << 30)
+    assert len(jit.prepared) == len(jit._tensor_maps) == 8
+
+
+def test_a_thread_without_a_context_gets_one(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before it launches what another thread has prepared."""
+    call = inputs(gpu) | {"grads": three(gpu)}
+    cuflash.attention_backward(**call)
+    at_home: list[int] = []
+    monkeypatch.setattr(driver, "ensure_context", lambda device: at_home.append(len(gpu.launches)))
+    with ThreadPoolExecutor(1) as fresh:
+        for _ in range(2):
+            fresh.submit(cuflash.attention_backward, **call).result()
+    assert at_home == [3] and len(gpu.launches) == 9 and len(jit.prepared) == 1
+
+
 def test_everything_that_matters_is_in_the_key(gpu: FakeGpu) -> None:
     """Each change of a call makes a plan of its own."""
     given, padded = inputs(gpu), (128 * 8 * 160, 8 * 160, 160, 2)

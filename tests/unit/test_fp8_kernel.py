@@ -313,6 +313,27 @@ def test_a_plan_takes_other_addresses(gpu: fake_gpu.FakeGpu) -> None:
         assert (values["out"], values["v_mean"]) == (3 * base, 0)
 
 
+def test_each_address_is_that_of_the_call(gpu: fake_gpu.FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a launch of the same plan that differs in one alone; the counter and the stream too."""
+    from cuflash import counters
+
+    plan, number = make_plan(call_of(causal_offset=0), 0), 512
+    monkeypatch.setattr(counters, "take", lambda device, stream: number)
+    plan.launch(1 << 20, 1 << 21, ADDRESSES, 0)
+    first = gpu.launches[-1].params
+    changes: list[tuple[str, int, int, Any]] = [("q", 1 << 22, 1 << 21, ADDRESSES), ("k", 1 << 20, 1 << 22, ADDRESSES)]
+    changes += [(name, 1 << 20, 1 << 21, ADDRESSES._replace(**{name: 1 << 22})) for name in ADDRESSES._fields]
+    for name, q, k, addresses in changes:
+        plan.launch(q, k, addresses, 5)
+        params = gpu.launches[-1].params
+        changed = {key for key in params if params[key] != first[key]}
+        assert {key.removesuffix("_map") for key in changed} == {name} and params[name] == 1 << 22
+        assert gpu.launches[-1].stream == 5
+    number = 1024
+    plan.launch(1 << 20, 1 << 21, ADDRESSES, 0)
+    assert gpu.launches[-1].params == first | {"tile_counter": 1024} != first
+
+
 def test_a_kernel_that_counts_gets_a_counter(gpu: fake_gpu.FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
     from cuflash import counters
 

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cuflash
-from cuflash import driver, jit, kernels
+from cuflash import counters, driver, jit, kernels
 from cuflash.arch import ARCHES, sm90
 from cuflash.checks import MAX_BATCH_HEADS, make_request
 from cuflash.errors import UnsupportedError
@@ -293,18 +293,44 @@ def test_maps_of_one_address_differ_by_geometry(gpu: FakeGpu) -> None:
     assert len(gpu.encoded) == 8
 
 
+@pytest.mark.parametrize("moved", ["q", "k", "v", "out", "lse", "tile_counter"])
+def test_each_address_is_that_of_the_call(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, moved: str) -> None:
+    """After a call of the same plan that differs in one alone, whose prepared launch is not for this one."""
+    counter = 512
+    monkeypatch.setattr(counters, "take", lambda device, stream: counter)
+    shape = (1, 1024, 8, 64)
+    arrays = {name: gpu.at(i << 40, shape) for i, name in enumerate(("q", "k", "v", "out"), 1)}
+
+    def launched() -> dict[str, Any]:
+        cuflash.attention(**arrays, causal=True, return_lse=True)
+        return gpu.launches[-1].params
+
+    first = launched()
+    assert launched() == first and len(jit.prepared) == 1 and first["tile_counter"] == 512
+    if moved == "lse":
+        gpu.offset = 1 << 20
+    elif moved == "tile_counter":
+        counter = 1024
+    else:
+        arrays[moved] = gpu.at(16 << 40, shape)
+    found = launched()
+    assert len(jit.prepared) == 2 and len(jit.PLANS) == 1
+    jit.prepared.clear()
+    assert found == launched() != first and found[moved] != first[moved]
+
+
 def test_the_memory_of_maps_is_bounded(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jit, "MAX_PLACES", 8)
+    monkeypatch.setattr(jit, "MAX_PREPARED", 8)
     k, v = (gpu.at(i << 40, (1, 128, 8, 64)) for i in (2, 3))
     for i in range(50):
         cuflash.attention(gpu.at((1 << 44) + (i << 20), (1, 128, 8, 64)), k, v)
         assert gpu.launches[-1].params["q_map"].address == (1 << 44) + (i << 20)
-    assert len(jit.places) == len(jit._tensor_maps) == 8
+    assert len(jit.prepared) == len(jit._tensor_maps) == 8
 
 
 def test_threads_share_the_maps(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each launch has the maps of its own addresses, while the oldest ones go."""
-    monkeypatch.setattr(jit, "MAX_PLACES", 5)
+    monkeypatch.setattr(jit, "MAX_PREPARED", 5)
     meet = threading.Barrier(8)
 
     def work(seed: int) -> None:

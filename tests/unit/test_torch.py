@@ -224,7 +224,8 @@ def test_one_look_at_three_sees_what_three_looks_see() -> None:
         for other, look in zip(others, looks, strict=True):
             three, expected = [x, x, x], [looks[0]] * 3
             three[place], expected[place] = other, look
-            assert torch_arrays.geometries(*three) == tuple(expected)
+            keys, addresses = zip(*expected, strict=True)
+            assert torch_arrays.geometries(*three) == (sum(keys, ()), *addresses)
         three[place] = torch.nn.Parameter(x)
         with pytest.raises(TypeError, match="followed by torch"):
             torch_arrays.geometries(*three)
@@ -235,6 +236,24 @@ def test_one_look_at_three_sees_what_three_looks_see() -> None:
             for look in (lambda: torch_arrays.geometry(x), lambda: torch_arrays.geometries(x, x, x)):
                 with pytest.raises(TypeError, match="followed by torch"):
                     look()
+
+
+@pytest.mark.parametrize("shape", [(2, 8, 3, 16), (1, 1, 1, 1), (4, 0, 2, 8), (3, 1, 0), (7,), ()], ids=str)
+def test_new_tensors_on_a_gpu(monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...]) -> None:
+    """Like torch's own; by the function that a build for CUDA has, of which every build has one for the CPU."""
+    from cuflash.arrays import torch_arrays
+
+    class OnGpu:
+        is_cuda, dtype = True, torch.bfloat16
+
+    monkeypatch.setattr(torch_arrays, "empty_on_gpu", torch._C._dynamo.guards._empty_strided_cpu)
+    for dtype, expected in ((None, torch.bfloat16), ("float32", torch.float32), ("uint8", torch.uint8)):
+        x, address = torch_arrays.empty(OnGpu, shape, dtype)
+        plain = torch.empty(shape, dtype=expected)
+        assert (x.shape, x.stride(), x.dtype) == (plain.shape, plain.stride(), expected) and x.data_ptr() == address
+        assert not x.requires_grad and x.is_contiguous()
+    with torch.inference_mode():
+        assert torch_arrays.empty(OnGpu, shape)[0].is_inference()
 
 
 def test_lazy_negation_is_not_forgotten(gpu: FakeGpu) -> None:
