@@ -466,7 +466,7 @@ OF_MEMORY = ("clear_sums_ahead", "wait_for_zeros", "join_shares")
 SHARED_DIGESTS: dict[str, str] = {
     "WorkReader.next": "3c392d2c",
     "WorkReader.done": "c9723d71",
-    "KeyTile.KeyTile": "5ea5ce17",
+    "KeyTile.KeyTile": "2bee466e",
     "KeyTile.tiles": "ee3b4d81",
     "KeyTile.query_tile_of": "4430c8db",
     "KeyTile.after": "ddcfe7e7",
