@@ -95,7 +95,7 @@ def _workspace(plan: backward_plan.BackwardPlan) -> dict[str, Tensor]:
     row_tiles = plan.launches[0].blocks
     sizes = {"dq_sums": layout.rows, "rows": 8 * backward_plan.ROW_TILE * row_tiles}
     if layout.turns is not None:
-        sizes["turns"] = 4 * row_tiles
+        sizes["turns"] = 4 * backward_plan.TURNS * row_tiles
     assert 0 <= layout.size - sum(sizes.values()) < backward_plan.WORKSPACE_ALIGN
     return {name: allocate((size // 4,), (1,), "float32", align=16, output=True) for name, size in sizes.items()}
 
@@ -182,7 +182,9 @@ def assert_clean(case: BackwardCase, tensors: dict[str, Tensor], run: Run) -> No
         assert tensors[name].unwritten() == 0, f"{name}: {tensors[name].unwritten()} bytes were never written"
     assert run.workspace["dq_sums"].unwritten() == 0 and run.workspace["rows"].unwritten() == 0
     if case.deterministic:
-        turns = run.workspace["turns"].view.view(np.int32).reshape(case.batch * case.heads[0], -1)
+        turns = run.workspace["turns"].view.view(np.int32)
+        # These kernels need one for as many rows, and have them side by side.
+        turns = turns[: len(turns) // backward_plan.TURNS].reshape(case.batch * case.heads[0], -1)
         (nq, nk), config = case.lengths, run.config
         last_queries = np.minimum(np.arange(1, -(-nq // config.block_m) + 1) * config.block_m, nq) - 1
         offset = causal_offset(case.causal, nq, nk)

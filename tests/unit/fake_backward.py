@@ -11,12 +11,11 @@ import ml_dtypes
 import numpy as np
 
 from cuflash.backward_config import HopperConfig, MainConfig
+from cuflash.backward_plan import ROW_TILE, TURNS
 from cuflash.request import LOG2_E
 
 if TYPE_CHECKING:
     from tests.unit.fake_gpu import Launch
-
-ROW_TILE = 32
 
 
 class _Memory:
@@ -88,7 +87,7 @@ def run_rows(launch: Launch) -> None:
     sums[...] = np.nan
     sums.reshape(-1, ROW_TILE, sums.shape[2])[: p["cleared_tiles"]] = 0
     if p["turns"]:
-        _view(p["turns"], (launch.grid[0],), (4,), np.int32)[...] = 0
+        _view(p["turns"], (launch.grid[0] * TURNS,), (4,), np.int32)[...] = 0
     if p["counted"]:
         _view(p["counts"], (p["counted"],), (4,), np.int32)[...] = 0
 
