@@ -144,9 +144,6 @@ DEVICE int ld_shared_s32(u32 address) {
 DEVICE void st_shared_f32x4(u32 address, const float* x) {
     asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" :: "r"(address), "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3]) : "memory");
 }
-DEVICE void ld_shared_f32x4(u32 address, float* x) {
-    asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(x[0]), "=f"(x[1]), "=f"(x[2]), "=f"(x[3]) : "r"(address) : "memory");
-}
 DEVICE void ld_shared_f32x2(u32 address, float (&x)[2]) {
     asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x[0]), "=f"(x[1]) : "r"(address));
 }
