@@ -29,9 +29,6 @@ TURNS = 2
 WORKSPACE_ALIGN = 16
 MAX_BLOCKS = 2**31 - 1
 
-WIDE_MAPS = 4
-"""Tensor maps of the main kernel that stores dK and dV without them."""
-
 INPUTS = 7
 """Arrays that a call reads, in the order of addresses; those that it writes are behind them."""
 
@@ -162,7 +159,7 @@ class BackwardPlan:
         counts = 0 if layout.counts is None else sums + layout.counts
         kv_sums = 0 if layout.kv_sums is None else sums + layout.kv_sums
         first, main, last = self.launches
-        if len(self.geometry) == WIDE_MAPS:
+        if isinstance(main.loaded.config, BackwardWideConfig):
             maps = jit.tensor_maps(self.geometry, q, k, v, dout)
             packed_main = _pack_wide(maps, dk, dv, rows, sums, turns, counts, kv_sums, main.tail)
         elif self.geometry:
