@@ -89,10 +89,11 @@ def attention_backward(
     A row whose LSE is -inf saw no key: its gradient is 0 and it adds nothing to others, whatever `dout` and `dlse` hold
     there. The computation is in float32, for float64 in float64, and on the CPU nothing is rounded in between; on a GPU
     the probabilities and the gradients of the scores are, to the inputs' dtype, as operands of the last products; on
-    Hopper GPUs, above head dim 128, probabilities below 2**-40 are 0. It takes `lse` at its word: probabilities are exp(score - lse), at most 1, which the rounding of a float32 LSE changes
-    by 6e-8 * abs(lse) at most, and the LSE of more keys than `k` holds gives the gradients of this part of the keys; an
-    LSE of fewer keys is no input. Where scores are so large that the LSE is +inf in its dtype, gradients of the row
-    and of the keys at its maximum are NaN; scores that round to -inf count as not seen.
+    Hopper GPUs, above head dim 128, probabilities below 2**-40 are 0. It takes `lse` at its word: probabilities are
+    exp(score - lse), at most 1, which the rounding of a float32 LSE changes by 6e-8 * abs(lse) at most, and the LSE of
+    more keys than `k` holds gives the gradients of this part of the keys; an LSE of fewer keys is no input. Where
+    scores are so large that the LSE is +inf in its dtype, gradients of the row and of the keys at its maximum are NaN;
+    scores that round to -inf count as not seen.
 
     NaN and infinity in `q`, `dout` or `dlse` reach the gradients of their row and of the keys that it sees; in `k` or
     `v`, those of the rows that see the key, and of all keys that these rows see. On a GPU they may also reach what a
