@@ -3,6 +3,11 @@
 #include "device/ptx_sm90.cuh"
 #include "device/gradient.cuh"
 
+// Low word of the descriptor of an operand at an address in the block's shared memory, which begins at `base`. A sum, and not known before a step begins: so it
+// takes a uniform register or two, where the compiler would otherwise keep dozens of them in vector registers, and spill. In a cluster the block's rank stands
+// above the 18 bits of an address.
+DEVICE u32 operand(u32 base, u32 address, int chunk_bytes) { return opaque((base & 0x3ffff) / 16) + (address - base) / 16 + (chunk_bytes / 16 << 16); }
+
 // A thread's part of such a tile: eight columns at a time, keys `first` and `first + 8`, queries 8 * i + 2 * (lane & 3) and the next one.
 // Which of these pairs exist, counted from the thread's first key: how many keys there are, and the last one that its first query sees.
 struct KeysLeft { int keys, last; };
