@@ -267,10 +267,10 @@ class BackwardWideConfig(_PersistentConfig):
     def smem_sizes(self, problem: AttentionProblem) -> Sequence[tuple[str, int]]:
         """The tiles of the block that has more; what both have: row constants, numbers of work tiles, mbarriers."""
         # A pair of each: numbers of work tiles, and of the next one between the blocks; K or V, columns of K; sums that
-        # are clear, that are added; dS^T, P^T of each consumer, its turns, each stage of Q or dO. One for the loader
-        # itself.
-        of_scores = self.ds_buffers + self.consumers * (self.p_buffers + 1)
-        barriers = 2 * (self.work_stages + 1 + 2 + 2 + of_scores + self.q_stages) + 1
+        # are clear, that are added; dS^T, P^T of each consumer, each stage of Q or dO. One for the loader itself, and
+        # for each consumer three of its additions.
+        of_scores = self.ds_buffers + self.consumers * self.p_buffers
+        barriers = 2 * (self.work_stages + 1 + 2 + 2 + of_scores + self.q_stages) + 1 + 3 * self.consumers
         return [
             *max(self.tiles(problem), key=lambda tiles: sum(size for _, size in tiles)),
             *((f"rows{i}", self.block_m * ROW_CONSTANT_BYTES) for i in range(self.q_stages)),

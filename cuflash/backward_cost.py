@@ -61,7 +61,7 @@ class BackwardSchedule:
 
 
 class BackwardBytes(NamedTuple):
-    """Predicted device-memory traffic of each kernel, in the order of their launches."""
+    """Predicted device-memory traffic of each kernel, in the order of their launches; the main kernel may do both."""
 
     rows: int
     main: int
@@ -70,6 +70,8 @@ class BackwardBytes(NamedTuple):
 
 def backward_bytes(shape: Shape, schedule: BackwardSchedule) -> BackwardBytes:
     """Predicted device-memory traffic of the three kernels, each by itself.
+
+    A main kernel that makes dQ has the traffic of two.
 
     With R query rows of all heads and P of them padded to tiles, itemsize left out::
 

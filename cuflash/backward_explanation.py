@@ -98,9 +98,10 @@ class BackwardCall:
         )
 
     def kernels(self, plan: BackwardPlan, device: DeviceModel, *, compile: bool) -> tuple[Kernel, ...]:
-        """The three kernels, in the order of their launches."""
+        """The two or three kernels, in the order of their launches."""
         schedule = self.schedule(plan, device)
-        traffic = backward_bytes(shape_of(self.request.forward), schedule)
+        rows, main, dq = backward_bytes(shape_of(self.request.forward), schedule)
+        traffic = (rows, main, dq) if len(plan.launches) == 3 else (rows, main + dq)
         ordinal = None if self.planned else self.request.device
         return tuple(
             describe_kernel(
@@ -117,7 +118,7 @@ class BackwardCall:
 
     def schedule(self, plan: BackwardPlan, device: DeviceModel) -> BackwardSchedule:
         """The order of the main kernel's work, for the cost model."""
-        first, main, _ = plan.launches
+        first, main, *_ = plan.launches
         config, padded_rows = cast(MainConfig, main.loaded.config), first.blocks * ROW_TILE
         assert plan.workspace is not None
         sizes = jit.sizes_of(self.request.forward)

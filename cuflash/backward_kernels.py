@@ -54,11 +54,13 @@ FEWEST_WAVES = 2
 """Key tiles for each place below which tiles share the query heads of a key/value head."""
 
 TASKS: tuple[Task, ...] = ("backward_rows", "backward", "backward_dq")
-"""Of a call's kernels, in the order of their launches."""
+"""Of a call's kernels, in the order of their launches; Hopper's main kernels may do the last one's work themselves."""
 
 
 def problems_for(request: BackwardRequest, arch: str) -> tuple[AttentionProblem, ...]:
     """The kernels that serve a call on a device, all for one target: the main kernel's, which the others fit.
+
+    Hopper's main kernels make dQ of its sums themselves if it can be written 16 bytes at a time.
 
     Parameters
     ----------
@@ -77,6 +79,8 @@ def problems_for(request: BackwardRequest, arch: str) -> tuple[AttentionProblem,
     if asked == "backward_sm80" or refusal:
         return tuple(request.problem(arch, task) for task in TASKS)
     rows, main, dq = (request.problem(TMA_TARGETS[arch], task) for task in TASKS)
+    if dq.access_bytes == WIDEST_ACCESS:
+        return rows, main
     return rows, replace(main, access_bytes=WIDEST_ACCESS), dq
 
 

@@ -70,16 +70,18 @@ _WORKSPACE = (
     Field("turns", POINTER, "null: dQ is summed in any order"),
     Field("counts", POINTER, "of tiles: that have been taken; that have been joined; that have cleared sums"),
     Field("kv_sums", POINTER, "of dK and dV, where tiles share their keys"),
+    Field("dq", POINTER, "null: a kernel of its own makes it of the sums"),
 )
 
 _PERSISTENT = (
     *_MAIN,
     Field("work_tiles", I32, "key tiles of all heads"),
     Field("cleared_heads", I32, "heads, shares counted, whose sums of dQ are clear at the start"),
-    Field("first_cleared", I32, "count of the tiles that have cleared sums of the first head"),
+    Field("first_cleared", I32, "count of the tiles that have cleared sums of the first head; those that have added follow"),
     Field("shares", FAST_DIV, "of the query heads of a key/value head, each of which counts as a head"),
     Field("turn_group", FAST_DIV, "key tiles that add in turns together"),
     Field("turn_shift", I32, "query tiles from where a key tile starts to where the next does; 0: all start alike"),
+    *stride_fields("dq"),
 )
 """What the persistent kernels have behind what follows from addresses."""
 
@@ -89,7 +91,7 @@ BACKWARD_SM90 = ParameterBlock(
         *_WORKSPACE,
         *_PERSISTENT,
     ),
-    per_launch=11,
+    per_launch=12,
 )
 
 BACKWARD_WIDE = ParameterBlock(
@@ -102,7 +104,7 @@ BACKWARD_WIDE = ParameterBlock(
         *stride_fields("dv"),
         *_PERSISTENT,
     ),
-    per_launch=11,
+    per_launch=12,
 )
 
 BACKWARD_DQ = ParameterBlock(

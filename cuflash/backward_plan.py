@@ -1,8 +1,8 @@
-"""Launch plans of the backward pass: three kernels, and the workspace between them.
+"""Launch plans of the backward pass: two or three kernels, and the workspace between them.
 
 The first kernel computes the constants of the query rows, LSE * log2(e) and delta = rowsum(dO * O) - dLSE, and clears
 the sums of dQ. The second, tile of keys by tile of keys, computes dK and dV and adds the tile's share of dQ to the
-sums. The third converts these. The workspace is an array of the caller's kind: it comes from the same pool as the
+sums. The third converts these, unless a Hopper kernel has done so at its end. The workspace is an array of the caller's kind: it comes from the same pool as the
 results, which gives it out again in stream order.
 """
 
@@ -104,7 +104,7 @@ class BackwardPlan:
     grad_shapes : tuple
         Of dq, dk and dv, in the caller's axis order.
     launches : tuple of Launch
-        Of the three kernels, in order; none if nothing is launched.
+        Of the two or three kernels, in order; none if nothing is launched.
     geometry : tuple of TensorGeometry
         Of q, k, v, dout, dk and dv, for a main kernel that takes tensor maps; otherwise empty.
     """
@@ -158,20 +158,21 @@ class BackwardPlan:
         turns = 0 if layout.turns is None else sums + layout.turns
         counts = 0 if layout.counts is None else sums + layout.counts
         kv_sums = 0 if layout.kv_sums is None else sums + layout.kv_sums
-        first, main, last = self.launches
+        first, main, *last = self.launches
+        own_dq = 0 if last else dq
         if isinstance(main.loaded.config, BackwardWideConfig):
             maps = jit.tensor_maps(self.geometry, q, k, v, dout)
-            packed_main = _pack_wide(maps, dk, dv, rows, sums, turns, counts, kv_sums, main.tail)
+            packed_main = _pack_wide(maps, dk, dv, rows, sums, turns, counts, kv_sums, own_dq, main.tail)
         elif self.geometry:
             maps = jit.tensor_maps(self.geometry, q, k, v, dout, dk, dv)
-            packed_main = _pack_sm90(maps, rows, sums, turns, counts, kv_sums, main.tail)
+            packed_main = _pack_sm90(maps, rows, sums, turns, counts, kv_sums, own_dq, main.tail)
         else:
             packed_main = _pack_sm80(dout, q, k, v, dk, dv, rows, sums, turns, main.tail)
         return jit.prepare(
             (self, workspace, *addresses),
             (first.shape, _pack_rows(dout, out, lse, dlse, rows, sums, turns, counts, first.tail)),
             (main.shape, packed_main),
-            (last.shape, _pack_dq(rows, sums, dq, last.tail)),
+            *((launch.shape, _pack_dq(rows, sums, dq, launch.tail)) for launch in last),
         )
 
     def apart(self, addresses: list[int]) -> bool:
@@ -218,9 +219,13 @@ def make_plan(request: BackwardRequest) -> BackwardPlan:
 
 
 def plan_with(
-    request: BackwardRequest, multiprocessors: int, first: LoadedKernel, main: LoadedKernel, last: LoadedKernel
+    request: BackwardRequest,
+    multiprocessors: int,
+    first: LoadedKernel,
+    main: LoadedKernel,
+    last: LoadedKernel | None = None,
 ) -> BackwardPlan:
-    """Plan a GPU call that launches three kernels, which must be those for its problems."""
+    """Plan a GPU call that launches two or three kernels, which must be those for its problems."""
     forward, config = request.forward, main.config
     assert isinstance(config, MainConfig)
     grid = backward_grid(main.problem, config, jit.sizes_of(forward), multiprocessors, request.deterministic)
@@ -239,22 +244,24 @@ def plan_with(
     }
     counts = kv_sums = 0
     if not isinstance(config, BackwardConfig):
-        counts = _first_cleared(config, grid) + grid.work_tiles // grid.n_tiles
+        heads = grid.work_tiles // grid.n_tiles
+        counts = _first_cleared(config, grid) + heads + (heads + 1 if last is None else 0)
         kv_sums = _shared_tiles(grid) * config.kv_sums(main.problem)
     of_a_head = row_tiles * forward.heads // (forward.heads_k * grid.shares)
     cleared = {"counted": counts, "cleared_tiles": grid.cleared_heads * of_a_head}
-    launches = (
+    launches = [
         Launch(
             first,
             blocks_first,
             BACKWARD_ROWS.pack_tail(common | cleared | _strides(request, "dout", "out", "lse", "dlse")),
         ),
         Launch(main, grid.blocks, _main_tail(request, config, grid)),
-        _last_launch(request, last, blocks_first * (ROW_TILE // 16), common),
-    )
+    ]
+    if last is not None:
+        launches.append(_last_launch(request, last, blocks_first * (ROW_TILE // 16), common))
     padded_rows = blocks_first * ROW_TILE
     workspace = Workspace.of(padded_rows, forward.head_dim, request.deterministic, counts, kv_sums)
-    return BackwardPlan(request, launches, workspace, _geometry(request, config))
+    return BackwardPlan(request, tuple(launches), workspace, _geometry(request, config))
 
 
 def _shared_tiles(grid: BackwardGrid) -> int:
@@ -284,8 +291,8 @@ def _main_tail(request: BackwardRequest, config: MainConfig, grid: BackwardGrid)
         "shares": fast_div(grid.shares),
     }
     if isinstance(config, BackwardWideConfig):
-        return BACKWARD_WIDE.pack_tail(values | turns | work | _strides(request, "dk", "dv"))
-    return BACKWARD_SM90.pack_tail(values | turns | work)
+        return BACKWARD_WIDE.pack_tail(values | turns | work | _strides(request, "dk", "dv", "dq"))
+    return BACKWARD_SM90.pack_tail(values | turns | work | _strides(request, "dq"))
 
 
 def _geometry(request: BackwardRequest, config: MainConfig) -> tuple[TensorGeometry, ...]:

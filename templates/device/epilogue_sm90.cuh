@@ -45,21 +45,21 @@ DEVICE void transpose_quad(u32 (&x)[4], int t) {
             }
 }
 
-// Straight to memory in 16-byte stores; `to` points at the warp's first row, of which rows_left exist. Columns 32 i to 32 i + 31 of rows r, and all.
-template <bool kBf16, int kDim>
-DEVICE void store_output_piece(unsigned char* to, i64 row_bytes, const float* o, int r, int i, int rows_left, int lane) {
-    constexpr int kUnits = kDim / 8;
+// Straight to memory in 16-byte stores; `to` points at the warp's first row, of which rows_left exist, with so many units of 8 columns. Columns 32 i to
+// 32 i + 31 of rows r, and all.
+template <bool kBf16>
+DEVICE void store_output_piece(unsigned char* to, i64 row_bytes, const float* o, int r, int i, int units, int rows_left, int lane) {
     const int t = lane & 3, row = lane / 4 + 8 * r;
     Chunk c;
     #pragma unroll
-    for (int j = 0; j < 4; j++) c.word[j] = 4 * i + j < kUnits ? pack_pair<kBf16>(o[4 * (4 * i + j) + 2 * r], o[4 * (4 * i + j) + 2 * r + 1]) : 0u;
+    for (int j = 0; j < 4; j++) c.word[j] = 4 * i + j < units ? pack_pair<kBf16>(o[4 * (4 * i + j) + 2 * r], o[4 * (4 * i + j) + 2 * r + 1]) : 0u;
     transpose_quad(c.word, t);
-    if (row < rows_left && 4 * i + t < kUnits) st_global(to + row * row_bytes + (4 * i + t) * 16, c);
+    if (row < rows_left && 4 * i + t < units) st_global(to + row * row_bytes + (4 * i + t) * 16, c);
 }
 template <bool kBf16, int kDim, int kColumns>
 DEVICE void store_output_rows(unsigned char* to, i64 row_bytes, const float (&o)[kColumns / 2], int rows_left, int lane) {
     #pragma unroll
     for (int r = 0; r < 2; r++)
         #pragma unroll
-        for (int i = 0; i < ceil_div(kDim / 8, 4); i++) store_output_piece<kBf16, kDim>(to, row_bytes, o, r, i, rows_left, lane);
+        for (int i = 0; i < ceil_div(kDim / 8, 4); i++) store_output_piece<kBf16>(to, row_bytes, o, r, i, kDim / 8, rows_left, lane);
 }

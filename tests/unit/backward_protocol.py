@@ -82,7 +82,7 @@ class Case:
     """A call: ``walks`` of the key tiles of each of ``heads``, which have a ``group`` of query heads each.
 
     ``room``: for how many blocks, or clusters, there is. ``dead``: how many of the query tiles have rows that see
-    nothing. The others are as in `BackwardGrid`.
+    nothing. ``converts``: dQ is made of its sums, too. The others are as in `BackwardGrid`.
     """
 
     walks: tuple[Walk, ...]
@@ -96,6 +96,7 @@ class Case:
     deterministic: bool
     room: int
     dead: float
+    converts: bool
 
     def tiles(self) -> list[KeyTile]:
         """In the order in which they are begun."""
@@ -166,12 +167,16 @@ class Grid:
         self.sums: set[tuple[int, int, object]] = set()
         self.joined = Counter[tuple[int, int, object]]()
         self.kv_sums: dict[object, int] = {}
+        self.added = Counter[int]()
+        self.converted = 0
+        self.made: set[int] = set()
         self.stored: list[tuple[int, object]] = []
 
     def check(self) -> None:
         parts = [part for parts in self.adding.values() for part in parts]
         all_of_them = {(t, m, part) for t, tile in enumerate(self.tiles) for m in tile.path() for part in parts}
         claim(self.sums == all_of_them, "dQ that was not added")
+        claim(self.made == set(range(self.query_tiles if self.case.converts else 0)), "dQ that was not made")
         results = [(t, part) for t in range(len(self.tiles)) for part in self.results if self.is_stored(t)]
         claim(Counter(self.stored) == Counter(results), "results that were not stored")
 
@@ -216,6 +221,32 @@ class Grid:
         added = all((t, query_tile, part) in self.sums for part in self.adding[column])
         claim(added, "a turn that was passed on too early")
         self.turns[query_tile, column] += 1
+
+    # dQ
+
+    @property
+    def query_tiles(self) -> int:
+        return self.case.heads * self.case.group * M_TILES
+
+    def count_added(self, t: int) -> None:
+        self.added[self.tiles[t].head] += 1
+
+    def convert_sums(self, adders: int) -> Process:
+        """By a warp; a query tile at a time."""
+        while self.case.converts:
+            yield None
+            m, self.converted = self.converted, self.converted + 1
+            if m >= self.query_tiles:
+                break
+            head = m // M_TILES // self.case.group
+            if self.fault != "dQ made of its sums without waiting":
+                yield lambda head=head: self.added[head] == adders * len(self.case.walks)
+            yield None
+            parts = [part for parts in self.adding.values() for part in parts]
+            adding = [t for t, tile in enumerate(self.tiles) if m in tile.path()]
+            claim(all((t, m, part) in self.sums for t in adding for part in parts), "dQ made of sums that lack some")
+            claim(m not in self.made, "dQ made twice")
+            self.made.add(m)
 
     # dK and dV
 
@@ -406,6 +437,7 @@ def draw_call(draw: random.Random, most_steps: int, fault: str) -> dict[str, Any
         section, room = draw.randint(1, heads), draw.choice((1, 1, 2))
         order = {"turn_group": len(walks), "turn_shift": 0, "section": section, "room": room, "shares": shares}
     cleared = min(heads, section * draw.choice((1, 1, 2)))
+    common["converts"] = draw.random() < 0.7
     return common | order | {"walks": walks, "heads": heads, "group": group, "cleared_heads": cleared}
 
 
@@ -433,6 +465,8 @@ SHARED_FAULTS = {
     "one barrier for all that was added": (OVERTAKEN,),
     "shares joined without waiting": ("lack a share",),
     "shares handed on before all warps have stored them": ("lack a share",),
+    "dQ made of its sums without waiting": ("sums that lack some",),
+    "additions counted before they are made": ("sums that lack some",),
 }
 """Mistakes that both kernels could have, and what each of them leads to in some case."""
 
@@ -454,7 +488,7 @@ def assert_seen(play: Callable[[int, str], None], cases: int, fault: str, expect
 PRIMITIVES = (
     r"mbarrier_\w+|named_barrier_\w+|wgmma_(?:wait|commit)|(?:tma|bulk)_\w+|ld_acquire_gpu|(?:st|add)_release_gpu"
     r"|atomic_add|warp_sync|async_proxy_fence\w*|st(?:_shared|matrix)_\w+|stage_output_chunks|red_add_\w+|exponentiate"
-    r"|differenti\w+|read_probabilities|wait_for_zeros|clear_sums_ahead|join_shares|st_peer_\w+|cluster_sync"
+    r"|differenti\w+|read_probabilities|wait_for_zeros|clear_sums_ahead|join_shares|convert_\w+|st_peer_\w+|cluster_sync"
 )
 STATE = (
     r"\b(?:if|else|for|while|return|break|first|last|kLast|steps?|step_index|j|m|head|query_tile|number|taken|phase|parity"
@@ -462,7 +496,7 @@ STATE = (
 )
 SHARED_STRUCTS = ("WorkReader", "KeyTile", "TileLoads")
 WALK = ("KeyTile.tiles", "KeyTile.query_tile_of", "KeyTile.after", "KeyTile.turn", "KeyTile.query_tile")
-OF_MEMORY = ("clear_sums_ahead", "wait_for_zeros", "join_shares")
+OF_MEMORY = ("clear_sums_ahead", "wait_for_zeros", "join_shares", "convert_sums")
 SHARED_DIGESTS: dict[str, str] = {
     "WorkReader.next": "3c392d2c",
     "WorkReader.done": "c9723d71",
@@ -480,6 +514,7 @@ SHARED_DIGESTS: dict[str, str] = {
     "clear_sums_ahead": "7c062784",
     "wait_for_zeros": "a1079146",
     "join_shares": "de50ec67",
+    "convert_sums": "086341d1",
 }
 """Of what a model has of the partials that both kernels include; below it, of a kernel."""
 

@@ -121,6 +121,10 @@ def run_main(launch: Launch) -> None:
             total_k += ds.T @ q[b, i]
             sums[b * p["heads_q"] + i, :nq, : k.shape[3]] += ds @ k[b, h]
         dk[b, h], dv[b, h] = p["scale"] * total_k, total_v
+    if p.get("dq"):
+        counts = _view(p["counts"], (p["first_cleared"] + 2 * p["batch_heads"] + 1,), (4,), np.int32)
+        assert not counts[p["first_cleared"] :].any()
+        _make_dq(launch, rows, sums, batch, p["heads_q"])
 
 
 def _shares(launch: Launch) -> int:
@@ -162,10 +166,14 @@ def run_dq(launch: Launch) -> None:
     batch_heads = p["row_blocks"] * 16 // padded
     assert launch.grid == (-(-p["row_blocks"] // (launch.block[0] // 32)), 1, 1)
     rows, sums = _workspace(launch, batch_heads, padded)
-    dq = _tensor(launch, "dq", batch_heads // heads, p["seqlen_q"], heads)
-    values = np.where(
-        np.isposinf(rows[:, : p["seqlen_q"], :1]), 0, p["scale"] * sums[:, : p["seqlen_q"], : dq.shape[3]]
-    )
+    _make_dq(launch, rows, sums, batch_heads // heads, heads)
+
+
+def _make_dq(launch: Launch, rows: np.ndarray, sums: np.ndarray, batch: int, heads: int) -> None:
+    """From the sums, by the last kernel or a Hopper main kernel; rows that see nothing are 0 whatever lies there."""
+    seqlen, scale = launch.params["seqlen_q"], launch.params["scale"]
+    dq = _tensor(launch, "dq", batch, seqlen, heads)
+    values = np.where(np.isposinf(rows[:, :seqlen, :1]), 0, scale * sums[:, :seqlen, : dq.shape[3]])
     dq[...] = values.reshape(dq.shape)
 
 

@@ -30,6 +30,8 @@ NAMES = ("dout", "q", "k", "v", "out", "lse", "dlse")
 CAUSAL = (False, "bottom_right", "top_left")
 FAMILIES = {"backward_sm80": "sm_90", "backward_sm90": "sm_90a"}
 """And the targets of their kernels on a device of compute capability 9.0."""
+TASKS = {"backward_sm80": ["backward_rows", "backward", "backward_dq"], "backward_sm90": ["backward_rows", "backward"]}
+"""Of their launches: Hopper's main kernels make dQ as well."""
 
 
 def draw(
@@ -62,25 +64,38 @@ def check(gpu: FakeGpu, arrays: dict[str, np.ndarray], causal: Any = False, **op
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_three_launches(gpu: FakeGpu, causal: Any, dtype: str, deterministic: bool, family: str) -> None:
+def test_launches(gpu: FakeGpu, causal: Any, dtype: str, deterministic: bool, family: str) -> None:
     """Of kernels for one target, the workspace shared; the second call compiles and plans nothing."""
+    expected = TASKS[family]
     arrays = draw((170, 150), dtype=dtype, causal=causal)
     with kernels.use_family(family):
         for _ in range(2):
             check(gpu, arrays, causal, deterministic=deterministic)
-        assert len(gpu.compiled) == 3 and len(jit.BACKWARD_PLANS) == 1
+        assert len(gpu.compiled) == len(expected) and len(jit.BACKWARD_PLANS) == 1
     tasks = [launch.loaded.problem.task for launch in gpu.launches]
-    assert tasks == 2 * ["backward_rows", "backward", "backward_dq"]
+    assert tasks == 2 * expected
     assert {launch.loaded.problem.arch for launch in gpu.launches} == {FAMILIES[family]}
-    first, main, last = gpu.launches[:3]
+    first, main, *last = gpu.launches[: len(expected)]
     for name in ("rows", "dq_sums"):
-        assert first.params[name] == main.params[name] == last.params[name]
+        assert {launch.params[name] for launch in (main, *last)} == {first.params[name]}
     assert bool(main.params["turns"]) == bool(first.params["turns"]) == deterministic
-    assert [launch.loaded.problem.mask for launch in gpu.launches[:3]] == [
-        "full",
-        "causal" if causal else "full",
-        "full",
-    ]
+    masks = [launch.loaded.problem.mask for launch in (first, main, *last)]
+    assert masks == ["full", "causal" if causal else "full", "full"][: len(masks)]
+
+
+def test_dq_that_cannot_be_written_in_whole_accesses_has_a_kernel_of_its_own(gpu: FakeGpu) -> None:
+    """Its array, or another one of the call that TMA does not touch, lies 8 bytes beyond a multiple of 16."""
+    arrays = draw()
+    for name in ("dq", "out"):
+        given = {key: misplaced(gpu, x, 8 * (key == name)) for key, x in arrays.items()}
+        grads = [misplaced(gpu, poisoned(arrays[key].shape, np.dtype(np.float16)), 8 * (f"d{key}" == name)) for key in "qkv"]
+        cuflash.attention_backward(**given, layout="bhsd", grads=tuple(grads))
+        first, main, last = gpu.launches[-3:]
+        assert [launch.loaded.problem.task for launch in (first, main, last)] == TASKS["backward_sm80"]
+        assert main.loaded.config.family == "backward_sm90" and main.loaded.problem.access_bytes == 16
+        assert last.loaded.problem.access_bytes == 8 and not main.params["dq"]
+        host = tuple(np.ascontiguousarray(gpu.host(grad)) for grad in grads)
+        assert_gradients(host, Backward(*(arrays[name] for name in NAMES)))
 
 
 @pytest.mark.parametrize(
@@ -104,7 +119,7 @@ def test_heads_and_dims(gpu: FakeGpu, heads: tuple[int, int], dims: tuple[int, i
     for asked in HOPPER if family in HOPPER else ():
         with kernels.use_family(asked):
             check(gpu, arrays, "top_left")
-        assert gpu.launches[-2].loaded.config.family == family
+        assert gpu.launches[-1].loaded.config.family == family
 
 
 def test_any_strides_and_given_gradients(gpu: FakeGpu) -> None:
@@ -139,7 +154,7 @@ def test_the_stream_and_the_device_of_the_arrays(gpu: FakeGpu) -> None:
     gpu.streams[1] = 77
     given = {name: gpu.array(x, device=1) for name, x in draw().items()}
     cuflash.attention_backward(**given, layout="bhsd")
-    assert [launch.stream for launch in gpu.launches] == [77, 77, 77]
+    assert [launch.stream for launch in gpu.launches] == [77, 77]
     assert gpu.device == 0 and gpu.switches == 1
 
 
@@ -186,10 +201,11 @@ def misplaced(gpu: FakeGpu, x: np.ndarray, offset: int) -> Any:
 def test_a_plan_does_not_take_a_misplaced_lse_for_another_array(gpu: FakeGpu, rows: str) -> None:
     """The same bits of all addresses together, first from an LSE and then from q, and the reverse."""
     arrays = draw()
-    for moved, access_bytes in ((rows, 16), ("q", 4)):
+    for moved, expected in ((rows, [16, 16]), ("q", [4, 4, 4])):
         given = {name: misplaced(gpu, x, 4 * (name == moved)) for name, x in arrays.items()}
         cuflash.attention_backward(**given, layout="bhsd")
-        assert [launch.loaded.problem.access_bytes for launch in gpu.launches[-3:]] == 3 * [access_bytes]
+        launches = gpu.launches[-len(expected) :]
+        assert [launch.loaded.problem.access_bytes for launch in launches] == expected
     for moved in ("q", rows):
         given = {name: misplaced(gpu, x, 2 * (name == moved)) for name, x in arrays.items()}
         if moved == rows:
@@ -197,7 +213,7 @@ def test_a_plan_does_not_take_a_misplaced_lse_for_another_array(gpu: FakeGpu, ro
                 cuflash.attention_backward(**given, layout="bhsd")
         else:
             cuflash.attention_backward(**given, layout="bhsd")
-    assert len(gpu.launches) == 9
+    assert len(gpu.launches) == 8
 
 
 # --- plans -----------------------------------------------------------------------------------------------------

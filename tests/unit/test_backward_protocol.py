@@ -69,6 +69,9 @@ from tests.unit.protocol import (
 )
 
 
+ADDERS = 2
+
+
 @dataclass(frozen=True, kw_only=True)
 class NarrowCase(Case):
     in_turns: bool
@@ -81,7 +84,7 @@ class Kernel(Block):
     case: NarrowCase
 
     def __init__(self, grid: Grid, name: str) -> None:
-        super().__init__(grid, name, adders=2)
+        super().__init__(grid, name, ADDERS)
         case = self.case
         self.k_full, self.v_full, self.k_empty, self.v_empty = (Barrier(n) for n in (1, 1, CONSUMERS, 1))
         self.q_full, self.q_empty = barriers(case.q_stages, 1), barriers(case.q_stages, CONSUMERS)
@@ -101,7 +104,7 @@ class Kernel(Block):
 
     def start(self) -> None:
         self.warp("the loader", Loader(self).run())
-        for parity in range(2):
+        for parity in range(ADDERS):
             self.warp(f"adder {parity}", Adder(self, parity).run())
         self.warp("the storer", Storer(self).run())
         for w in range(CONSUMERS):
@@ -174,6 +177,10 @@ class Adder:
             if self.fault != "the adders' steps begin anew with each tile":
                 first += tile.steps()
             yield from self.kernel.schedule.pause()  # nobody waits for the warp
+            if self.kernel.case.converts:
+                if self.fault != "additions counted before they are made":
+                    yield self.stores.wait()
+                self.grid.count_added(t)
             all_added.arrive()
         if self.fault != "additions not waited for at last":
             yield self.stores.wait()
@@ -271,6 +278,7 @@ class Consumer:
             yield from self.run_tile()
             if self.fault != "work given back before the tile is done":
                 self.work.done()
+        yield from self.kernel.grid.convert_sums(ADDERS)
 
     def phase(self) -> Position:
         """Of `WorkReader.phase`."""
@@ -552,21 +560,22 @@ DIGESTS = SHARED_DIGESTS | {
     "Loader.take": "3555b713",
     "Loader.load_tile": "1a3187a9",
     "Loader.load": "681b6a43",
-    "Adder.run": "488cefd7",
+    "Adder.run": "0da164ea",
     "Adder.add": "8031b05d",
     "Adder.return_buffers": "a7c0e595",
     "Adder.add_staged": "ddb8a699",
+    "Adder.count_added": "fd17848f",
     "Storer.run": "205540de",
     "Storer.store": "87d4667b",
     "Consumer.run": "6399b09a",
     "Consumer.run_tile": "d71f49ed",
     "Consumer.take_turn": "52a27c98",
     "Consumer.pass_turn": "dae9afd2",
-    "Consumer.multiply_s": "0bea06eb",
-    "Consumer.multiply_dp": "2f2f1bbe",
-    "Consumer.multiply_dq": "ddd9e98d",
-    "Consumer.multiply_dv": "2b9bf54f",
-    "Consumer.multiply_dk": "5df29075",
+    "Consumer.multiply_s": "95841c75",
+    "Consumer.multiply_dp": "a837ecf3",
+    "Consumer.multiply_dq": "eb0becd9",
+    "Consumer.multiply_dv": "4b9e6575",
+    "Consumer.multiply_dk": "cf2ae5fb",
     "Consumer.first_scores": "b70be4c5",
     "Consumer.step": "a561ca32",
     "Consumer.finish_dk": "156b797b",
@@ -576,6 +585,7 @@ DIGESTS = SHARED_DIGESTS | {
     "Consumer.stage_dq": "215b5f33",
     "Consumer.epilogue": "6d80efaf",
     "Consumer.hand_over": "ac6d24a2",
+    "Consumer.multiply_scores": "27eac82f",
 }
 
 
@@ -596,7 +606,7 @@ def test_the_barriers_are_those_that_were_modelled() -> None:
         "ds_full": "4 * kConsumers", "ds_empty": "kConsumers", "work_full": "1", "work_empty": "kWorkReaders",
         "dv_staged": "4", "dk_staged": "4",
     }  # fmt: skip
-    assert "constexpr int kWorkReaders = 4 * kConsumers + 3;" in text
+    assert "constexpr int kWorkReaders = 4 * kConsumers + 3;" in text and f"constexpr int kAdders = {ADDERS};" in text
     for line in (  # first positions, and a condition which names alone do not tell
         "RingPosition<kStagesQ> q_at{0, 1};",
         "RingPosition<kStagesDout> dout_at{0, 1};",

@@ -25,7 +25,6 @@ from tests.unit.backward_protocol import (
     READ,
     SHARED_DIGESTS,
     SHARED_FAULTS,
-    TWICE,
     Block,
     Case,
     Grid,
@@ -95,8 +94,9 @@ class ClusterBlock(Block):
         self.p_empty = [barriers(2, p_readers) for _ in range(CONSUMERS)]
         readers = CONSUMERS - (fault == "a consumer of Q and dO not counted")
         self.right_full, self.right_empty = barriers(self.stages, 1), barriers(self.stages, readers)
-        self.may_add = [self.named_barrier(0, waiting=WARPS + 1) for _ in range(CONSUMERS)]
-        self.has_added = [self.named_barrier(WARPS, waiting=1) for _ in range(CONSUMERS)]
+        self.may_add = barriers(CONSUMERS, 1)
+        adding = WARPS - (fault == "a warp that adds not counted")
+        self.has_added = [barriers(2, adding) for _ in range(CONSUMERS)]
         self.has_barriers = False
         self.number: list[object] = [None]
         self.left: list[object] = [None] * all_warps  # K; V
@@ -237,6 +237,7 @@ class Loader(TileLoads):
 class Turns:
     def __init__(self, block: ClusterBlock, w: int) -> None:
         self.block, self.grid, self.fault, self.w, self.work = block, block.grid, block.fault, w, WorkReader(block)
+        self.said = 0
 
     def run(self) -> Process:
         block = self.block
@@ -246,16 +247,21 @@ class Turns:
             if not self.work.more():
                 break
             t, all_added = self.work.number, of_all.all_added[block.added(self.work.taken).index]
-            self.work.done()
             if not block.adds:
+                self.work.done()
                 continue
             if self.fault == "all said to be added beforehand":
                 of_all.receive_arrival(all_added.arrive)
             if block.case.deterministic:
                 yield from self.keep(t, block.tiles[t])
+            elif self.fault != "additions counted before they are made":
+                yield self.wait_for_additions()
             yield from block.schedule.pause()  # nobody waits for the warp
+            if block.case.converts:
+                self.grid.count_added(t)
             if self.fault != "all said to be added beforehand":
                 of_all.receive_arrival(all_added.arrive)
+            self.work.done()
 
     def keep(self, t: int, tile: KeyTile) -> Process:
         for head in range(tile.group):
@@ -266,10 +272,16 @@ class Turns:
         block, column = self.block, (self.block.first, self.w)
         if self.fault != "additions let in before their turn":
             yield lambda: self.grid.is_turn(t, query_tile, column)
-        yield block.may_add[self.w].sync()
+        block.may_add[self.w].arrive()
+        waits = self.wait_for_additions()
         if self.fault != "a turn passed on without waiting":
-            yield block.has_added[self.w].sync()
+            yield waits
         self.grid.pass_turn_on(t, query_tile, column)
+
+    def wait_for_additions(self) -> Condition:
+        at = in_pair(self.said)
+        self.said += 1
+        return self.block.has_added[self.w][at.index].wait(at)
 
 
 class Cleaner:
@@ -322,6 +334,7 @@ class Consumer:
             yield from self.run_tile()
             if self.fault != "work given back before the tile is done":
                 self.work.done()
+        yield from self.grid.convert_sums(CONSUMERS * (2 if self.block.case.second_adds else 1))
 
     def run_tile(self) -> Process:
         raise NotImplementedError
@@ -386,14 +399,19 @@ class Consumer:
         if not block.adds:
             return
         if in_turns and self.fault != "added without being let in":
-            yield block.may_add[self.w].sync()
+            yield block.may_add[self.w].wait(once(self.step_index))
         if in_turns and self.fault == "a turn passed on before the addition":
-            block.has_added[self.w].arrive()
+            block.has_added[self.w][self.step_index & 1].arrive()
         yield None
         claim(dq.take() == (self.tile, self.query_tile), "another dQ than that of the sums")
         self.grid.add(self.tile, self.query_tile, (block.first, self.w, self.warp))
         if in_turns and self.fault != "a turn passed on before the addition":
-            block.has_added[self.w].arrive()
+            block.has_added[self.w][self.step_index & 1].arrive()
+
+    def end_additions(self) -> None:
+        """Of the work tile, where turns do not say it step by step."""
+        if self.block.adds and not self.block.case.deterministic:
+            self.block.has_added[self.w][self.work.taken & 1].arrive()
 
     def read_rows(self, i: int, stage: int) -> Process:
         """What `exponentiate` and `differentials` read."""
@@ -507,6 +525,7 @@ class FirstConsumer(Consumer):
         steps = self.block.tiles[self.tile].steps()
         if steps == 0 or self.fault != "K given back before the last dQ is done":
             self.release_left()
+        self.end_additions()
         yield from self.store()
 
 
@@ -650,6 +669,7 @@ class SecondConsumer(Consumer):
         steps = self.block.tiles[self.tile].steps()
         if steps == 0 or self.fault != "columns of K given back before the last dQ is done":
             self.block.columns_empty.arrive()
+        self.end_additions()
         yield from self.store()
 
 
@@ -746,9 +766,10 @@ FAULTS = SHARED_FAULTS | {
     "sums not waited for by the second": ("before there are zeros",),
     "one barrier for all sums": (OVERTAKEN,),
     "additions let in before their turn": ("out of turn",),
-    "added without being let in": (TWICE, "out of turn"),
+    "added without being let in": ("out of turn",),
     "a turn passed on without waiting": ("passed on too early",),
     "a turn passed on before the addition": ("passed on too early",),
+    "a warp that adds not counted": ("passed on too early", "sums that lack some"),
     "all said to be added beforehand": ("deadlock",),
     "the second's additions not counted": ("deadlock",),
 }
@@ -794,9 +815,10 @@ DIGESTS = SHARED_DIGESTS | {
     "Loader.take": "a272b82d",
     "Loader.load_tile": "a7742132",
     "Loader.load": "f6516255",
-    "Turns.run": "11ee4852",
+    "Turns.run": "b739df57",
     "Turns.keep": "97a63952",
-    "Turns.take": "268a8cfd",
+    "Turns.take": "932eeda1",
+    "Turns.wait_for_additions": "fd1bfc41",
     "Cleaner.run": "52065546",
     "Consumer.begin": "7e368152",
     "Consumer.go_on": "8d17c827",
@@ -804,14 +826,16 @@ DIGESTS = SHARED_DIGESTS | {
     "Consumer.wait_for_clear_sums": "fdf6a53f",
     "Consumer.multiply_scores": "27eac82f",
     "Consumer.multiply_dq": "0d16195f",
-    "Consumer.add": "ec7c5744",
+    "Consumer.add": "ab0a1aab",
+    "Consumer.say_added": "d9bacfd7",
+    "Consumer.end_additions": "1cd60a97",
     "FirstConsumer.run": "6399b09a",
     "FirstConsumer.run_tile": "447699bd",
     "FirstConsumer.scores": "fcec4749",
     "FirstConsumer.step": "7d5358bd",
     "FirstConsumer.multiply_dk": "8bbd2f78",
     "FirstConsumer.make_probabilities": "8280ce6b",
-    "FirstConsumer.epilogue": "ee3b4538",
+    "FirstConsumer.epilogue": "606e2848",
     "SecondConsumer.run": "6399b09a",
     "SecondConsumer.run_tile": "61486001",
     "SecondConsumer.first_ds": "adf92546",
@@ -822,7 +846,7 @@ DIGESTS = SHARED_DIGESTS | {
     "SecondConsumer.expect_probabilities": "7eadbcb1",
     "SecondConsumer.make_ds": "412e73ce",
     "SecondConsumer.hand_over_ds": "88f9d79c",
-    "SecondConsumer.epilogue": "9bfa0907",
+    "SecondConsumer.epilogue": "cbbf852b",
 }
 
 
@@ -840,16 +864,16 @@ def test_the_barriers_are_those_that_were_modelled() -> None:
     assert arrivals(text) == {
         "number_full": "1", "number_empty": "1", "left_full": "1", "left_empty": "4 * kConsumers", "columns_full": "1",
         "columns_empty": "4 * kConsumers", "landed": "1", "work_full": "1", "sums_clear": "1",
-        "work_empty": "kWorkReaders", "all_added": "kConsumers * (kChunksSecond > 0 ? 2 : 1)",
+        "work_empty": "kWorkReaders", "all_added": "kAdders",
         "ds_full": "4 * kConsumers", "ds_empty": "2 * kConsumers", "p_full": "1", "p_empty": "4", "right_full": "1",
-        "right_empty": "kConsumers",
+        "right_empty": "kConsumers", "may_add": "1", "added": "4",
     }  # fmt: skip
     for line in (
         "constexpr int kWorkReaders = 4 * kConsumers + 3;",
+        "constexpr int kAdders = kConsumers * (kChunksSecond > 0 ? 2 : 1);",
         f"constexpr int kStagesQ = {STAGES_Q};",
         f"constexpr int kStagesDout = {STAGES_DOUT};",
         "constexpr int kOneConsumer = 2;",
-        "constexpr int kMayAdd = 4, kAdded = 6;",
         "static constexpr bool kChooses = kFirst;",
         "static constexpr bool kAdds = (kFirst ? kChunksFirst : kChunksSecond) > 0;",
         "RingPosition<kStages> at{0, 1};",
@@ -866,9 +890,9 @@ def test_the_barriers_are_those_that_were_modelled() -> None:
 def test_every_barrier_has_a_place_of_its_own() -> None:
     found = re.findall(r"DEVICE u32 (\w+)\((.*?)\) const { return barrier\((.*)\); }", kernel_text())
     places = []
-    for _, arguments, place in found:
+    for name, arguments, place in found:
         consumers, buffers = (CONSUMERS if "int w" in arguments else 1), (2 if "int i" in arguments else 1)
-        buffers = STAGES_Q if "kStagesQ" in place or "27" in place else buffers
+        buffers = STAGES_Q if name.startswith("right") else buffers
         for w in range(consumers):
             places += [eval(place, {"w": w, "i": i, "kStagesQ": STAGES_Q}) for i in range(buffers)]
-    assert sorted(places) == list(range(27 + 2 * STAGES_Q))
+    assert sorted(places) == list(range(33 + 2 * STAGES_Q))
