@@ -26,7 +26,7 @@ from torch.autograd import forward_ad
 
 from .api import compute
 from .arrays import bridge, torch_arrays
-from .arrays.torch_arrays import LABEL, dispatch_modes, is_compiling, is_tracing, like_these, transformed
+from .arrays.torch_arrays import LABEL, dispatch_modes, is_compiling, is_tracing, like_these, transformed, untraced
 from .backward import gradients, launch
 from .checks import check_causal, check_flag, check_layout, check_number, check_shapes
 from .errors import UnsupportedError
@@ -308,7 +308,7 @@ def _gradients_after(forward: CallPlan, dout: Tensor, saved: tuple[Tensor, ...],
         return None
     told: list[BackwardPlan] = []
     grads = gradients(*arrays, options, told=told)
-    if told and (alike := like_these(dout, q, k, v, out, lse)):
+    if told and (alike := untraced(like_these)(dout, q, k, v, out, lse)):
         remember_with(forward, (how, alike, told[0]))
     return grads
 

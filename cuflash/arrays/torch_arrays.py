@@ -93,7 +93,7 @@ def geometries(q: Any, k: Any, v: Any, /) -> tuple[tuple[Any, ...], int, int, in
         type(k), shapes[1], k.stride(), k.dtype, k.device, k.is_neg(),
         type(v), v.shape, v.stride(), v.dtype, v.device, v.is_neg(),
     )  # fmt: skip
-    if alike := like_these(q, k, v):
+    if alike := untraced(like_these)(q, k, v):
         keep(_seen, shapes, (*_seen.get(shapes, ())[1 - MAX_SEEN :], (alike, key)), MAX_SHAPES)
     return key, q.data_ptr(), k.data_ptr(), v.data_ptr()
 
@@ -108,12 +108,24 @@ def like_these(*tensors: Any) -> Callable[..., bool] | None:
     """A check whether other tensors agree with these, at the same place each, in all but the address.
 
     That is all that `geometry` has, and how torch follows tensors, in one call that does not raise. None where torch
-    has no such check, and for one tensor at two places, which it refuses.
+    has no such check.
     """
     make = _maker_of_checks()
-    if make is None or len(set(map(id, tensors))) < len(tensors):
+    if make is None:
         return None
-    return make(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check  # type: ignore[no-any-return]
+    objects = [*map(id, tensors)]
+    firsts = [objects.index(x) for x in objects]
+    distinct = sorted(set(firsts))
+    fits = make(*(tensors[i] for i in distinct), dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+    if len(distinct) == len(tensors):
+        return fits  # type: ignore[no-any-return]
+
+    def fits_repeated(*others: Any) -> bool:
+        """Torch's check refuses one tensor at two places."""
+        same = all(others[first] is other for first, other in zip(firsts, others, strict=True))
+        return same and fits(*(others[i] for i in distinct))
+
+    return fits_repeated
 
 
 @cache

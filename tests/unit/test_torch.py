@@ -231,8 +231,13 @@ def test_one_look_at_three_sees_what_three_looks_see(monkeypatch: pytest.MonkeyP
                 assert torch_arrays.geometries(*three) == (sum((key for key, _ in expected), ()), *addresses)
     known = sum(map(len, torch_arrays._seen.values()))
     assert known == 3 * (len(others) - 1) + 1
-    assert torch_arrays.geometries(x, x, x) == (3 * looks[0][0], *3 * (x.data_ptr(),))  # no check takes one thrice
-    assert known == sum(map(len, torch_arrays._seen.values()))
+    monkeypatch.setattr(torch_arrays, "_seen", {})
+    for _ in range(2):  # one tensor at two places or three, which torch's check would refuse
+        for places in ("xxx", "xyx", "xyy", "xxy", "xyz", "zzz"):
+            three = [x if place == "x" else others[5] if place == "y" else others[0].clone() for place in places]
+            expected = tuple(torch_arrays.geometry(one) for one in three)
+            addresses = [at for _, at in expected]
+            assert torch_arrays.geometries(*three) == (sum((key for key, _ in expected), ()), *addresses)
     for place in range(3):
         three = [x, x, x]
         three[place] = torch.nn.Parameter(x)
