@@ -151,7 +151,7 @@ def compute(
 
     ``lse`` receives the LSE: a C-contiguous array of its shape and dtype and of the kind and device of ``q``, which is
     not checked. It needs ``return_lse``. With ``follow``, arrays that their framework follows go to the attention that
-    it can follow. On a GPU, ``told`` receives the plan and the addresses of q, k, v, out and lse.
+    it can follow. On a GPU, ``told`` receives the plan.
     """
     kind = KINDS.get(type(q)) or kind_of(q)
     if kind is None:
@@ -194,7 +194,8 @@ def compute(
         with kind.on_device(plan.device):
             return compute(q, k, v, causal, scale, layout, return_lse, out, lse, told=told)
     if out is None:
-        out, out_at = kind.empty(q, plan.out_shape)
+        out = plan.new_out()
+        out_at = kind.address(out)
         if out_at % plan.alignment:  # a rare allocator: plan again for what it gave
             return compute(q, k, v, causal, scale, layout, return_lse, out, lse, told=told)
     else:
@@ -202,15 +203,14 @@ def compute(
             check_apart(make_request((q, k, v), out, causal=causal, scale=scale, layout=layout, return_lse=return_lse))
             plan.prove_apart(q_at, k_at, v_at, out_at)
         kind.written(out)
-    if lse is not None:
-        lse_at = kind.geometry(lse)[1]
-    else:
-        lse, lse_at = kind.empty(q, plan.lse_shape, "float32") if return_lse else (None, 0)
+    if lse is None and return_lse:
+        lse = plan.new_lse()
+    lse_at = 0 if lse is None else kind.address(lse)
     plan.launch(q_at, k_at, v_at, out_at, lse_at, kind.stream(plan.device))
     if plan.dead:
         kind.fill_dead(out, lse)
     if told is not None:
-        told += plan, q_at, k_at, v_at, out_at, lse_at
+        told.append(plan)
     return (out, lse) if return_lse else out
 
 

@@ -179,11 +179,8 @@ def launch(
     """
     dout, q, k, v, out, lse, dlse = arrays
     if grads is None:
-        q_shape, k_shape, v_shape = plan.grad_shapes
-        dq, dq_at = kind.empty(q, q_shape)
-        dk, dk_at = kind.empty(k, k_shape)
-        dv, dv_at = kind.empty(v, v_shape)
-        grads = dq, dk, dv
+        grads = dq, dk, dv = plan.new_dq(), plan.new_dk(), plan.new_dv()
+        dq_at, dk_at, dv_at = kind.address(dq), kind.address(dk), kind.address(dv)
         if (dq_at | dk_at | dv_at) % plan.alignment:  # a rare allocator: plan for what it gave
             return gradients(dout, q, k, v, out, lse, dlse, options, grads)
         places += dq_at, dk_at, dv_at
@@ -195,8 +192,8 @@ def launch(
             kind.fill_dead(grad, None)
         return tuple(grads)
     # Freed as soon as the call returns, to a pool that gives it to later work of the same stream.
-    _workspace, workspace_at = kind.empty(q, plan.workspace_shape, "float32")
-    plan.launch(places, workspace_at, kind.stream(plan.device))
+    workspace = plan.new_workspace()
+    plan.launch(places, kind.address(workspace), kind.stream(plan.device))
     return tuple(grads)
 
 

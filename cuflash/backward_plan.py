@@ -99,10 +99,8 @@ class BackwardPlan:
         Addresses of gradients must be multiples of it.
     workspace : Workspace or None
         None if nothing is launched: there are no queries or no keys, and the caller fills zeros in.
-    workspace_shape : tuple of int
-        Of the float32 array that holds it.
-    grad_shapes : tuple
-        Of dq, dk and dv, in the caller's axis order.
+    new_dq, new_dk, new_dv, new_workspace : callable
+        What makes gradients, and the float32 array that holds the workspace, of the caller's kind.
     launches : tuple of Launch
         Of the two or three kernels, in order; none if nothing is launched.
     geometry : tuple of TensorGeometry
@@ -110,8 +108,8 @@ class BackwardPlan:
     """
 
     __slots__ = (
-        "_proven", "_spans", "alignment", "device", "geometry", "grad_shapes", "launches", "workspace",
-        "workspace_shape",
+        "_proven", "_spans", "alignment", "device", "geometry", "launches", "new_dk", "new_dq", "new_dv",
+        "new_workspace", "workspace",
     )  # fmt: skip
 
     def __init__(
@@ -124,9 +122,10 @@ class BackwardPlan:
         self.device = request.device
         self.launches = launches
         self.workspace = workspace
-        self.workspace_shape = (0 if workspace is None else workspace.floats,)
         self.geometry = geometry
-        self.grad_shapes = request.forward.q.shape, request.forward.k.shape, request.forward.v.shape
+        forward, maker = request.forward, request.forward.q.kind.maker
+        self.new_dq, self.new_dk, self.new_dv = (maker(x.shape, x.dtype) for x in (forward.q, forward.k, forward.v))
+        self.new_workspace = maker((0 if workspace is None else workspace.floats,), "float32")
         self.alignment = max((launch.loaded.problem.access_bytes for launch in launches), default=1)
         self._spans = [(0, 0) if x is None else jit.span(x) for x in request.operands]
         self._proven: frozenset[tuple[int, int, int]] = frozenset()
@@ -144,11 +143,10 @@ class BackwardPlan:
         """
         if self.device not in jit.buffers.of_device:
             jit.buffers.new(self.device)  # a thread that CUDA does not know yet gets its context
-        prepared = jit.prepared.get((self, workspace, *addresses)) or self._prepare(workspace, addresses)
-        for shape, block in prepared:
-            driver.launch(*shape, stream, block.address)
+        key = self, stream, workspace, *addresses
+        jit.launch(jit.prepared.get(key) or self._prepare(stream, workspace, addresses))
 
-    def _prepare(self, workspace: int, addresses: list[int]) -> tuple[PreparedLaunch, ...]:
+    def _prepare(self, stream: int, workspace: int, addresses: list[int]) -> tuple[PreparedLaunch, ...]:
         """The launches with their parameter blocks; kept for the next call at these addresses."""
         assert self.workspace is not None
         q, k, v, dout, out, lse, dlse, dq, dk, dv = addresses
@@ -169,7 +167,8 @@ class BackwardPlan:
         else:
             packed_main = _pack_sm80(dout, q, k, v, dk, dv, rows, sums, turns, main.tail)
         return jit.prepare(
-            (self, workspace, *addresses),
+            (self, stream, workspace, *addresses),
+            stream,
             (first.shape, _pack_rows(dout, out, lse, dlse, rows, sums, turns, counts, first.tail)),
             (main.shape, packed_main),
             *((launch.shape, _pack_dq(rows, sums, dq, launch.tail)) for launch in last),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import weakref
+from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -391,6 +392,18 @@ def launch(
     result = _cu.cuLaunchKernel(handle, x, y, z, threads_x, threads_y, threads_z, smem_bytes, stream, params_address, 0)
     if result[0]:
         check(result)
+
+
+def bind(
+    handle: int,
+    grid: tuple[int, int, int],
+    block: tuple[int, int, int],
+    smem_bytes: int,
+    stream: int,
+    params_address: int,
+) -> Callable[[], tuple[Any, ...]]:
+    """`launch` as a call without arguments and without Python in it, to be repeated; its result is for `check`."""
+    return functools.partial(_cu.cuLaunchKernel, handle, *grid, *block, smem_bytes, stream, params_address, 0)
 
 
 def launch_early(

@@ -32,9 +32,8 @@ class CallPlan:
     Attributes
     ----------
     device : int
-    out_shape : tuple of int
-        In the caller's axis order.
-    lse_shape : tuple of int
+    new_out, new_lse : callable
+        What makes an output, and an LSE of a GPU, of the caller's kind.
     alignment : int
         The output's address must be a multiple of it.
     dead : bool
@@ -42,25 +41,26 @@ class CallPlan:
     loaded : LoadedKernel or None
         None if nothing is launched.
     launches : tuple of (grid, packed parameters after those that follow from pointers)
-    backward : tuple of (key, BackwardPlan)
+    backward : tuple of (alignment and option, check of the arrays, BackwardPlan)
         What `cuflash.torch` has found out for the backward passes of such calls, the latest last.
     """
 
     __slots__ = (
         "_block", "_handle", "_proven", "_smem_bytes", "_spans", "alignment", "backward", "dead", "device", "launches",
-        "loaded", "lse_shape", "out_shape",
+        "loaded", "new_lse", "new_out",
     )  # fmt: skip
 
     def __init__(
         self, request: Request, loaded: LoadedKernel | None, launches: tuple[tuple[tuple[int, int, int], bytes], ...]
     ) -> None:
         self.device = request.device
-        self.out_shape = request.out_shape
-        self.lse_shape = request.lse_shape
+        maker = request.q.kind.maker
+        self.new_out = maker(request.out_shape, request.q.dtype)
+        self.new_lse = maker(request.lse_shape, "float32")
         self.dead = request.seqlen_k == 0 and request.rows > 0
         self.loaded = loaded
         self.launches = launches
-        self.backward: tuple[tuple[Any, BackwardPlan], ...] = ()
+        self.backward: tuple[tuple[Any, Callable[..., bool], BackwardPlan], ...] = ()
         self.alignment = 1
         if loaded is not None:
             self.alignment = loaded.problem.access_bytes
@@ -132,17 +132,18 @@ class TmaPlan(CallPlan):
         if self.device not in jit.buffers.of_device:
             jit.buffers.new(self.device)  # a thread that CUDA does not know yet gets its context
         counter = counters.take(self.device, stream) if self._counted else counters.NO_COUNTER
-        prepared = jit.prepared.get((self, q, k, v, out, lse, counter)) or self._prepare(q, k, v, out, lse, counter)
-        for shape, block in prepared:
-            driver.launch(*shape, stream, block.address)
+        key = self, stream, q, k, v, out, lse, counter
+        jit.launch(jit.prepared.get(key) or self._prepare(*key[1:]))
 
-    def _prepare(self, q: int, k: int, v: int, out: int, lse: int, counter: int) -> tuple[PreparedLaunch, ...]:
+    def _prepare(
+        self, stream: int, q: int, k: int, v: int, out: int, lse: int, counter: int
+    ) -> tuple[PreparedLaunch, ...]:
         """The launch with its parameter block; kept for the next call at these addresses."""
         ((grid, tail),) = self.launches
         maps = jit.tensor_maps(self._geometry, q, k, v, out)
         packed = _pack_sm90(maps, out, lse, counter, tail)
         shape = self._handle, grid, self._block, self._smem_bytes
-        return jit.prepare((self, q, k, v, out, lse, counter), (shape, packed))
+        return jit.prepare((self, stream, q, k, v, out, lse, counter), stream, (shape, packed))
 
 
 def make_plan(request: Request) -> CallPlan:

@@ -132,14 +132,15 @@ class Fp8Plan:
         """Launch on a stream of the kernel's device, whose context must be current."""
         jit.argument_buffer(self._device)  # a thread that CUDA does not know yet gets its context
         counter = counters.take(self._device, stream) if self._counted else counters.NO_COUNTER
-        prepared = jit.prepared.get((self, q, k, addresses, counter)) or self._prepare(q, k, addresses, counter)
-        for shape, block in prepared:
-            driver.launch(*shape, stream, block.address)
+        key = self, stream, q, k, addresses, counter
+        jit.launch(jit.prepared.get(key) or self._prepare(*key[1:]))
 
-    def _prepare(self, q: int, k: int, addresses: Fp8Addresses, counter: int) -> tuple[PreparedLaunch, ...]:
+    def _prepare(
+        self, stream: int, q: int, k: int, addresses: Fp8Addresses, counter: int
+    ) -> tuple[PreparedLaunch, ...]:
         """The launch with its parameter block; kept for the next call at these addresses."""
         packed = _pack_sm90(jit.tensor_maps(self._geometry, q, k, addresses.out), *addresses, counter, self._tail)
-        return jit.prepare((self, q, k, addresses, counter), (self._shape, packed))
+        return jit.prepare((self, stream, q, k, addresses, counter), stream, (self._shape, packed))
 
 
 class Fp8Sm80Plan:

@@ -8,7 +8,7 @@ dictionary, without a lock; that makes the cold path, from a checked call to a l
 from __future__ import annotations
 
 import threading
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, cast
 
 from . import counters, driver
@@ -229,19 +229,31 @@ class TensorGeometry(NamedTuple):
 LaunchShape = tuple[int, tuple[int, int, int], tuple[int, int, int], int]
 """What `driver.launch` takes before the stream."""
 
-PreparedLaunch = tuple[LaunchShape, driver.ArgumentBuffer]
-"""With its parameter block, which is never written again."""
+PreparedLaunch = tuple[Callable[[], tuple[Any, ...]], driver.ArgumentBuffer]
+"""What `driver.bind` gave, and its parameter block, which is never written again."""
 
 prepared: dict[tuple[Any, ...], tuple[PreparedLaunch, ...]] = {}
-"""The launches of the calls of late, by plan and all that their parameter blocks hold beside: a framework's allocator
-gives the same addresses step after step. Threads share them; readers need no lock."""
+"""The launches of the calls of late, by plan, stream and all that their parameter blocks hold beside: a framework's
+allocator gives the same addresses step after step. Threads share them; readers need no lock."""
 
 
-def prepare(key: tuple[Any, ...], *launches: tuple[LaunchShape, bytes]) -> tuple[PreparedLaunch, ...]:
+def prepare(key: tuple[Any, ...], stream: int, *launches: tuple[LaunchShape, bytes]) -> tuple[PreparedLaunch, ...]:
     """Launches with their packed parameters, for this call and the next one with this key."""
-    ready = tuple((shape, driver.ArgumentBuffer.of(packed)) for shape, packed in launches)
+    ready = tuple(_bound(shape, stream, driver.ArgumentBuffer.of(packed)) for shape, packed in launches)
     keep(prepared, key, ready, MAX_PREPARED)
     return ready
+
+
+def _bound(shape: LaunchShape, stream: int, block: driver.ArgumentBuffer) -> PreparedLaunch:
+    return driver.bind(*shape, stream, block.address), block
+
+
+def launch(launches: tuple[PreparedLaunch, ...]) -> None:
+    """Launch what was prepared, in order; the device's context must be current."""
+    for bound, _ in launches:
+        result = bound()
+        if result[0]:
+            driver.check(result)
 
 
 _tensor_maps: dict[tuple[TensorGeometry, int], bytes] = {}
@@ -303,9 +315,9 @@ def remember_backward(key: Hashable, plan: BackwardPlan) -> None:
     keep(BACKWARD_PLANS, key, plan, MAX_PLANS)
 
 
-def remember_with(plan: CallPlan, key: Hashable, value: Any) -> None:
-    """Enter something about the backward passes of a plan's calls into the plan."""
-    plan.backward = (*plan.backward[1 - MAX_FOLLOWERS :], (key, value))
+def remember_with(plan: CallPlan, follower: tuple[Any, Callable[..., bool], BackwardPlan]) -> None:
+    """Enter how a backward pass of a plan's calls is known, and its own plan."""
+    plan.backward = (*plan.backward[1 - MAX_FOLLOWERS :], follower)
 
 
 def forget_plans() -> None:

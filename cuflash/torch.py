@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 try:
     import torch
@@ -26,12 +26,16 @@ from torch.autograd import forward_ad
 
 from .api import compute
 from .arrays import bridge, torch_arrays
-from .arrays.torch_arrays import LABEL, dispatch_modes, is_compiling, is_tracing, transformed
+from .arrays.torch_arrays import LABEL, dispatch_modes, is_compiling, is_tracing, like_these, transformed, untraced
 from .backward import gradients, launch
 from .checks import check_causal, check_flag, check_layout, check_number, check_shapes
 from .errors import UnsupportedError
 from .jit import remember_with
 from .request import AXES
+
+if TYPE_CHECKING:
+    from .backward_plan import BackwardPlan
+    from .forward_plan import CallPlan
 
 __all__ = ["attention"]
 
@@ -193,9 +197,9 @@ class _Ordinary(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, options: tuple[Any, ...], return_lse: Any) -> Any:
         causal, scale, layout, _ = options
-        told: list[Any] = []
+        told: list[CallPlan] = []
         ctx.told, ctx.options = told, options
-        out, lse = compute(q, k, v, causal, scale, layout, True, told=told)
+        out, lse = compute(q, k, v, causal, scale, layout, True, None, None, False, told)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.set_materialize_grads(False)
         return (out, lse) if return_lse else out
@@ -204,7 +208,7 @@ class _Ordinary(torch.autograd.Function):  # type: ignore[misc]
     def backward(ctx: Any, dout: Tensor, dlse: Tensor = None) -> Any:
         saved, grads = ctx.saved_tensors, None  # once: checkpointing makes them anew, and once only
         if ctx.told and dlse is None and not (is_compiling() or transformed() or is_grad_enabled()):
-            grads = _gradients_after(ctx.told, dout, saved, ctx.options)
+            grads = _gradients_after(ctx.told[0], dout, saved, ctx.options)
         dq, dk, dv = grads or _gradients_of(dout, dlse, saved, ctx.options)
         return dq, dk, dv, None, None
 
@@ -277,45 +281,35 @@ def _gradients(
     return gradients(dout, q, k, v, out, lse, dlse, options)  # type: ignore[no-any-return]
 
 
-def _gradients_after(told: list[Any], dout: Tensor, saved: tuple[Tensor, ...], options: tuple[Any, ...]) -> Any:
-    """The gradients, by what the forward call told: its plan, and the addresses of q, k, v, the output and the LSE.
+def _gradients_after(forward: CallPlan, dout: Tensor, saved: tuple[Tensor, ...], options: tuple[Any, ...]) -> Any:
+    """The gradients, by what earlier backward passes have left with the plan of the forward call.
 
-    Where the addresses are the call's as well, as they are unless hooks have moved the tensors, only how they lie there
-    is left to look at: it has changed where somebody has assigned to a tensor's ``.data``, which torch does not notice.
-    None where that is of no use.
+    All tensors are looked at again: hooks may have moved them, or somebody may have assigned to a tensor's ``.data``,
+    which torch does not notice. None where plans are of no use.
     """
     q, k, v, out, lse = saved
-    forward, q_at, k_at, v_at, out_at, lse_at = told
-    if are_deterministic_algorithms_enabled():
-        options = *options[:3], True
+    deterministic = options[3] or are_deterministic_algorithms_enabled()
     try:
-        moved = (
-            q.data_ptr() != q_at or k.data_ptr() != k_at or v.data_ptr() != v_at
-            or out.data_ptr() != out_at or lse.data_ptr() != lse_at
-        )  # fmt: skip
-        dout_at = dout.data_ptr()
-        lying = (
-            (dout_at | out_at) & 15, lse_at & 3, options[3], type(dout), dout.device, dout.is_neg(),
-            dout.shape, q.shape, k.shape, v.shape, out.shape, lse.shape,
-            dout.stride(), q.stride(), k.stride(), v.stride(), out.stride(), lse.stride(),
-            dout.dtype, q.dtype, k.dtype, v.dtype, out.dtype, lse.dtype,
-        )  # fmt: skip
+        places = [q.data_ptr(), k.data_ptr(), v.data_ptr(), dout.data_ptr(), out.data_ptr(), lse.data_ptr(), 0]
     except (AttributeError, RuntimeError):  # nothing arrives, or what is not in memory
         return None
-    if moved or dispatch_modes() or is_tracing() or forward_ad._current_level >= 0:
+    if dispatch_modes() or is_tracing() or forward_ad._current_level >= 0:
         return None
+    q_at, k_at, v_at, dout_at, out_at, lse_at, _ = places
+    how = (q_at | k_at | v_at | dout_at | out_at) & 15, lse_at & 3, deterministic
     arrays = dout, q, k, v, out, lse, None
-    for known, plan in forward.backward:
-        if known == lying:
+    options = *options[:3], deterministic
+    for known, fits, plan in forward.backward:
+        if known == how and fits(dout, q, k, v, out, lse):
             if torch_arrays.current_device() != plan.device:
                 return gradients(*arrays, options)
-            return launch(torch_arrays, plan, [q_at, k_at, v_at, dout_at, out_at, lse_at, 0], arrays, options)
+            return launch(torch_arrays, plan, places, arrays, options)
     if dout.is_neg():
         return None
-    found: list[Any] = []
-    grads = gradients(*arrays, options, told=found)
-    if found:
-        remember_with(forward, lying, found[0])
+    told: list[BackwardPlan] = []
+    grads = gradients(*arrays, options, told=told)
+    if told and (alike := untraced(like_these)(dout, q, k, v, out, lse)):
+        remember_with(forward, (how, alike, told[0]))
     return grads
 
 

@@ -87,6 +87,12 @@ class Kind(Protocol):
         The device, if it is a GPU, is current.
         """
 
+    def maker(self, shape: tuple[int, ...], dtype: str, /) -> Callable[[], Any]:
+        """What makes a new C-contiguous array on the current GPU in each call: for plans, whose calls need the same."""
+
+    def address(self, x: Any, /) -> int:
+        """Where an array lies."""
+
     def fill_dead(self, out: Any, lse: Any, /) -> None:
         """Give every row what a row without keys gets, 0 and -inf, in stream order; ``lse`` may be None."""
 

@@ -6,6 +6,8 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import cupy
@@ -18,6 +20,7 @@ from . import Operand, dtype_name
 __all__ = [
     "LABEL",
     "PLAIN_TYPES",
+    "address",
     "copy",
     "current_device",
     "empty",
@@ -25,6 +28,7 @@ __all__ = [
     "follower",
     "geometries",
     "geometry",
+    "maker",
     "numpy",
     "on_device",
     "on_stream",
@@ -75,6 +79,13 @@ def operand(name: str, x: Any, /) -> Operand:
 def empty(like: Any, shape: tuple[int, ...], dtype: str | None = None, /) -> tuple[Any, int]:
     x = cupy.ndarray(shape, like.dtype if dtype is None else np.dtype(dtype))
     return x, x.data.ptr
+
+
+def maker(shape: tuple[int, ...], dtype: str, /) -> Callable[[], Any]:
+    return partial(cupy.ndarray, shape, np.dtype(dtype))
+
+
+address: Callable[[Any], int] = attrgetter("data.ptr")
 
 
 def fill_dead(out: Any, lse: Any, /) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -50,6 +51,14 @@ def operand(name: str, x: Any, /) -> Operand:
 
 def empty(like: Any, shape: tuple[int, ...], dtype: str | None = None, /) -> tuple[Any, int]:
     return np.empty(shape, like.dtype if dtype is None else dtype), 0
+
+
+def maker(shape: tuple[int, ...], dtype: str, /) -> Callable[[], Any]:
+    return partial(np.empty, shape, dtype)
+
+
+def address(x: Any, /) -> int:
+    return 0
 
 
 def fill_dead(out: Any, lse: Any, /) -> None:

@@ -194,7 +194,7 @@ def install(monkeypatch: pytest.MonkeyPatch, **options: Any) -> FakeGpu:
 
 def install_for_torch(monkeypatch: pytest.MonkeyPatch, device: int = 0) -> FakeGpu:
     """Let CPU tensors of torch pass for tensors on a fake GPU; no CuPy is needed."""
-    pytest.importorskip("torch")
+    torch = pytest.importorskip("torch")
     from cuflash.arrays import torch_arrays
 
     gpu = FakeGpu(None)
@@ -203,14 +203,13 @@ def install_for_torch(monkeypatch: pytest.MonkeyPatch, device: int = 0) -> FakeG
     monkeypatch.setattr(torch_arrays, "current_device", lambda: gpu.device)
     monkeypatch.setattr(torch_arrays, "on_device", gpu.on_device)
     monkeypatch.setattr(torch_arrays, "stream", lambda device: gpu.streams[device])
-    empty = torch_arrays.empty
 
-    def empty_as_on_a_gpu(like: Any, shape: Any, dtype: str | None = None, /) -> Any:
+    def empty_on_gpu(shape: Any, strides: Any, dtype: Any, /) -> Any:
         assert type(shape) is tuple, "torch takes no torch.Size there"
         assert gpu.device == device, "allocated while another device was current"
-        return empty(like, shape, dtype)
+        return torch.empty_strided(shape, strides, dtype=dtype)
 
-    monkeypatch.setattr(torch_arrays, "empty", empty_as_on_a_gpu)
+    monkeypatch.setattr(torch_arrays, "empty_on_gpu", empty_on_gpu)
     return gpu
 
 
@@ -222,6 +221,7 @@ def _install_driver(monkeypatch: pytest.MonkeyPatch, gpu: FakeGpu) -> None:
     monkeypatch.setattr(jit, "buffers", jit.Buffers())
     monkeypatch.setattr(driver, "load_kernel", gpu.load_kernel)
     monkeypatch.setattr(driver, "launch", gpu.launch)
+    monkeypatch.setattr(driver, "bind", lambda *arguments: lambda: (driver.launch(*arguments),))
     monkeypatch.setattr(driver, "launch_early", gpu.launch_early)
     monkeypatch.setattr(driver, "ensure_context", gpu.contexts.append)
     monkeypatch.setattr(driver, "encode_tensor_map", gpu.encode_tensor_map)

@@ -528,11 +528,12 @@ def test_warmup_makes_gradients_ready(gpu: FakeGpu, causal: bool) -> None:
     """Neither the call nor its gradients compile anything afterwards, deterministic ones included."""
     arrays = [gpu.array(x) for x in draw(17, (20, 20))]
     symbols = cuflash.warmup(*arrays, causal=causal, backward=True)
-    assert len(symbols) == len(gpu.compiled) == 4 and not gpu.launches
+    made = 4 if gpu.capability[0] == 8 else 3  # Hopper's main kernels make dQ as well
+    assert len(symbols) == len(gpu.compiled) == made and not gpu.launches
     out, lse = cuflash.attention(*arrays, causal=causal, return_lse=True)
     for deterministic in (False, True):
         cuflash.attention_backward(out, *arrays, out, lse, causal=causal, deterministic=deterministic)
-    assert len(gpu.compiled) == 4
+    assert len(gpu.compiled) == made
     launched = [kernels.symbol(one.loaded.problem, one.loaded.config) for one in gpu.launches]
     assert launched == [*symbols, *symbols[1:]]
 

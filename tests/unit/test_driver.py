@@ -13,7 +13,7 @@ import types
 
 import pytest
 
-from cuflash import driver
+from cuflash import driver, jit
 from cuflash.compiled import Compiled
 from cuflash.errors import INSTALL_CUDA, DriverError
 
@@ -402,6 +402,24 @@ def test_a_launch_is_one_call_with_the_packed_block(cuda):
     struct.pack_into("<qq", buffer.block, 0, 7, 8)
     driver.launch(kernel.handle, (3, 2, 1), (128, 1, 1), 512, 0, buffer.address)
     assert cuda.calls[-1][-2] == (7, 8)
+
+
+def test_a_bound_launch_is_the_same_call_again_and_again(cuda):
+    kernel = driver.load_kernel(COMPILED, 512, 0)
+    cuda.calls.clear()
+    shape = kernel.handle, (3, 2, 1), (128, 1, 1), 512
+    launches = jit.prepare(
+        ("key",), 0xABCDEF0123, (shape, struct.pack("<qq", 5, -6)), (shape, struct.pack("<qq", 7, 8))
+    )
+    assert not cuda.calls and jit.prepared.pop(("key",)) is launches
+    for _ in range(2):
+        jit.launch(launches)
+    called = [("cuLaunchKernel", 0, 0xF00, 3, 2, 1, 128, 1, 1, 512, 0xABCDEF0123, at, 0) for at in ((5, -6), (7, 8))]
+    assert cuda.calls == 2 * called
+    cuda.failing["cuLaunchKernel"] = CUresult.CUDA_ERROR_INVALID_VALUE
+    with pytest.raises(DriverError, match="INVALID_VALUE"):
+        jit.launch(launches)
+    assert len(cuda.calls) == 5  # none after the one that failed
 
 
 def test_an_early_launch_says_so(cuda):

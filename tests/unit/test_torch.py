@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import cuflash
+from cuflash import jit
 from tests.oracle import oracle
 from tests.torch_dense import assert_gradient, dense_gradients
 from tests.unit import fake_gpu
@@ -202,7 +203,7 @@ def test_other_tensors_are_refused(backend: FakeGpu | None) -> None:
             cuflash.attention(*operands)
 
 
-def test_one_look_at_three_sees_what_three_looks_see() -> None:
+def test_one_look_at_three_sees_what_three_looks_see(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every part of each, and all that makes a look fail, at each place."""
     from torch.autograd import forward_ad
     from torch.utils._python_dispatch import TorchDispatchMode
@@ -219,13 +220,26 @@ def test_one_look_at_three_sees_what_three_looks_see() -> None:
         torch.nn.Parameter(x, requires_grad=False),
         x.to("meta"),
     )
+    monkeypatch.setattr(torch_arrays, "_seen", {})
     looks = [torch_arrays.geometry(other) for other in others]
+    for _ in range(2):  # the second time by what the first one has left
+        for place in range(3):
+            for other, look in zip(others, looks, strict=True):
+                three, expected = [x.clone(), x.clone(), x.clone()], [looks[0]] * 3
+                three[place], expected[place] = other, look
+                addresses = [one.data_ptr() for one in three]
+                assert torch_arrays.geometries(*three) == (sum((key for key, _ in expected), ()), *addresses)
+    known = sum(map(len, torch_arrays._seen.values()))
+    assert known == 3 * (len(others) - 1) + 1
+    monkeypatch.setattr(torch_arrays, "_seen", {})
+    for _ in range(2):  # one tensor at two places or three, which torch's check would refuse
+        for places in ("xxx", "xyx", "xyy", "xxy", "xyz", "zzz"):
+            three = [x if place == "x" else others[5] if place == "y" else others[0].clone() for place in places]
+            expected = tuple(torch_arrays.geometry(one) for one in three)
+            addresses = [at for _, at in expected]
+            assert torch_arrays.geometries(*three) == (sum((key for key, _ in expected), ()), *addresses)
     for place in range(3):
-        for other, look in zip(others, looks, strict=True):
-            three, expected = [x, x, x], [looks[0]] * 3
-            three[place], expected[place] = other, look
-            keys, addresses = zip(*expected, strict=True)
-            assert torch_arrays.geometries(*three) == (sum(keys, ()), *addresses)
+        three = [x, x, x]
         three[place] = torch.nn.Parameter(x)
         with pytest.raises(TypeError, match="followed by torch"):
             torch_arrays.geometries(*three)
@@ -236,6 +250,30 @@ def test_one_look_at_three_sees_what_three_looks_see() -> None:
             for look in (lambda: torch_arrays.geometry(x), lambda: torch_arrays.geometries(x, x, x)):
                 with pytest.raises(TypeError, match="followed by torch"):
                     look()
+
+
+@pytest.mark.parametrize("make", [None, lambda *x, **sizes: Anything()], ids=["none", "careless"])
+def test_without_a_check_of_torch_that_can_be_trusted(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, make: Any) -> None:
+    """A build without one, or with one that takes anything: nothing is known by it, and all is right."""
+    from cuflash.arrays import torch_arrays
+
+    monkeypatch.setattr(torch._C._dynamo.guards, "TensorGuards", make)
+    monkeypatch.setattr(torch_arrays, "_maker_of_checks", torch_arrays._maker_of_checks.__wrapped__)
+    monkeypatch.setattr(torch_arrays, "_seen", {})
+    for _ in range(2):
+        q, k, v = (x.requires_grad_() for x in qkv())
+        out = cuflash.attention(q, k, v)
+        torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
+        check(out.detach(), q.detach(), k.detach(), v.detach())
+    (plan,) = jit.PLANS.values()
+    assert not torch_arrays._seen and not plan.backward and len(jit.BACKWARD_PLANS) == 1 and len(gpu.launches) == 8
+
+
+class Anything:
+    """A check that refuses nothing."""
+
+    def check(self, *tensors: Any) -> bool:
+        return True
 
 
 @pytest.mark.parametrize("shape", [(2, 8, 3, 16), (1, 1, 1, 1), (4, 0, 2, 8), (3, 1, 0), (7,), ()], ids=str)
@@ -249,6 +287,9 @@ def test_new_tensors_on_a_gpu(monkeypatch: pytest.MonkeyPatch, shape: tuple[int,
     monkeypatch.setattr(torch_arrays, "empty_on_gpu", torch._C._dynamo.guards._empty_strided_cpu)
     for dtype, expected in ((None, torch.bfloat16), ("float32", torch.float32), ("uint8", torch.uint8)):
         x, address = torch_arrays.empty(OnGpu, shape, dtype)
+        made = torch_arrays.maker(torch.Size(shape), str(expected).removeprefix("torch."))()
+        assert (made.shape, made.stride(), made.dtype) == (x.shape, x.stride(), x.dtype)
+        assert torch_arrays.address(made) == made.data_ptr()
         plain = torch.empty(shape, dtype=expected)
         assert (x.shape, x.stride(), x.dtype) == (plain.shape, plain.stride(), expected) and x.data_ptr() == address
         assert not x.requires_grad and x.is_contiguous()
