@@ -77,7 +77,7 @@ _PERSISTENT = (
     *_MAIN,
     Field("work_tiles", I32, "key tiles of all heads"),
     Field("cleared_heads", I32, "heads, shares counted, whose sums of dQ are clear at the start"),
-    Field("first_cleared", I32, "count of the tiles that have cleared sums of the first head; those that have added follow"),
+    Field("first_cleared", I32, "place of the counts of tiles: that cleared a head's sums, then that added to them"),
     Field("shares", FAST_DIV, "of the query heads of a key/value head, each of which counts as a head"),
     Field("turn_group", FAST_DIV, "key tiles that add in turns together"),
     Field("turn_shift", I32, "query tiles from where a key tile starts to where the next does; 0: all start alike"),

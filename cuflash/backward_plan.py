@@ -2,8 +2,8 @@
 
 The first kernel computes the constants of the query rows, LSE * log2(e) and delta = rowsum(dO * O) - dLSE, and clears
 the sums of dQ. The second, tile of keys by tile of keys, computes dK and dV and adds the tile's share of dQ to the
-sums. The third converts these, unless a Hopper kernel has done so at its end. The workspace is an array of the caller's kind: it comes from the same pool as the
-results, which gives it out again in stream order.
+sums. The third converts these, unless a Hopper kernel has done so at its end. The workspace is an array of the
+caller's kind: it comes from the same pool as the results, which gives it out again in stream order.
 """
 
 from __future__ import annotations

@@ -88,7 +88,9 @@ def test_dq_that_cannot_be_written_in_whole_accesses_has_a_kernel_of_its_own(gpu
     arrays = draw()
     for name in ("dq", "out"):
         given = {key: misplaced(gpu, x, 8 * (key == name)) for key, x in arrays.items()}
-        grads = [misplaced(gpu, poisoned(arrays[key].shape, np.dtype(np.float16)), 8 * (f"d{key}" == name)) for key in "qkv"]
+        grads = [
+            misplaced(gpu, poisoned(arrays[key].shape, np.dtype(np.float16)), 8 * (f"d{key}" == name)) for key in "qkv"
+        ]
         cuflash.attention_backward(**given, layout="bhsd", grads=tuple(grads))
         first, main, last = gpu.launches[-3:]
         assert [launch.loaded.problem.task for launch in (first, main, last)] == TASKS["backward_sm80"]

@@ -68,7 +68,6 @@ from tests.unit.protocol import (
     writing,
 )
 
-
 ADDERS = 2
 
 

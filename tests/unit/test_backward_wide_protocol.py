@@ -45,6 +45,7 @@ from tests.unit.backward_protocol import (
 from tests.unit.protocol import (
     WARPS,
     Barrier,
+    Condition,
     Entry,
     Position,
     Process,
@@ -815,7 +816,7 @@ DIGESTS = SHARED_DIGESTS | {
     "Loader.take": "a272b82d",
     "Loader.load_tile": "a7742132",
     "Loader.load": "f6516255",
-    "Turns.run": "b739df57",
+    "Turns.run": "f7349285",
     "Turns.keep": "97a63952",
     "Turns.take": "932eeda1",
     "Turns.wait_for_additions": "fd1bfc41",

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from itertools import combinations
 from pathlib import Path
@@ -328,3 +329,38 @@ def test_wheel_and_checkout_layouts(tmp_path, monkeypatch):
     assert render.template_root() == tmp_path / "site" / "templates"
     (package / "templates" / "device").mkdir(parents=True)
     assert render.template_root() == package / "templates"
+
+
+# --- single lanes ----------------------------------------------------------------------------------------------
+
+ONE_LANE = re.compile(r"if (?:constexpr )?\((?=[^{};]*(?:\blane == 0|% 32 == 0|\belected))")
+MEETS_OTHERS = re.compile(
+    r"\b(?:warp_uniform|warp_sync|warp_any|shuffle_\w+|KeyTile|work_tile_of|named_barrier_\w+|wgmma_\w+"
+    r"|(?:ld|st)matrix_\w+|cta_sync\w*|cluster_sync)\b *[({ ]"
+)
+"""What all lanes of a warp execute together; a tile of keys is found with a shuffle, where turns are shifted."""
+
+
+def single_lane_statements(text: str) -> Iterator[str]:
+    """What stands behind each condition that chooses one lane of a warp."""
+    text = re.sub(r"//.*", "", text)
+    for found in ONE_LANE.finditer(text):
+        depth, condition, start = 0, True, 0
+        for i in range(found.end() - 1, len(text)):
+            depth += {"(": 1, "{": 1, ")": -1, "}": -1}.get(text[i], 0)
+            if depth == 0 and condition:
+                condition, start = False, i + 1
+            elif depth == 0 and text[i] in ";}":
+                yield text[start : i + 1]
+                break
+
+
+def test_no_lane_waits_alone_for_the_others() -> None:
+    """A shuffle among all lanes that one lane executes hung the gradients of wide heads, in the deterministic mode."""
+    files = [path for path in render.template_root().rglob("*") if path.suffix in (".j2", ".cuh")]
+    statements = [(path.name, one) for path in files for one in single_lane_statements(path.read_text())]
+    assert len(statements) > 50
+    assert not [(name, one) for name, one in statements if MEETS_OTHERS.search(one)]
+    hangs = "if (thread_index() % 32 == 0) {\n    if (p.dq != nullptr) add(KeyTile(p, number).head);\n}\nwarp_sync();"
+    (one,) = single_lane_statements(hangs)
+    assert MEETS_OTHERS.search(one) and "warp_sync" not in one
