@@ -1,4 +1,4 @@
-// What the three kernels of the backward pass agree upon: the workspace, and how a row that sees nothing is marked.
+// What the kernels of the backward pass agree upon: the workspace, and how a row that sees nothing is marked.
 //
 // Of every query row: {LSE * log2(e), delta}, in the order of RowLayout. Of every 16x8 block of dQ a fragment: 128 fp32 sums, in the order of an mma's accumulator
 // registers, so that what a warp adds at once lies together. Of every kRowTile rows there is room for kTurns turns, as many as any kernel needs. A head's rows are padded to whole query tiles.
