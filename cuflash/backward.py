@@ -142,14 +142,16 @@ def gradients(
         lse_key, lse_at = geometry(lse)
         dlse_key, dlse_at = (None, 0) if dlse is None else geometry(dlse)
         places = [q_at, k_at, v_at, dout_at, out_at, lse_at, dlse_at]
-        bits, grads_key = q_at | k_at | v_at | dout_at | out_at, None
+        # What TMA moves apart from what it does not: these decide between kernels.
+        moved, others, grads_key = q_at | k_at | v_at | dout_at, out_at, None
         if grads is not None:
             grads_key, grads_at = zip(*map(geometry, grads), strict=True)
             places += grads_at
-            bits |= grads_at[0] | grads_at[1] | grads_at[2]
+            moved |= grads_at[1] | grads_at[2]
+            others |= grads_at[0]
         # LSEs are accessed by other rules: how they lie says nothing about the rest.
-        bits, row_bits = bits & 15, (lse_at | dlse_at) & 3
-        key = qkv_key, dout_key, out_key, lse_key, dlse_key, grads_key, bits, row_bits, options
+        bits = moved & 15, others & 15, (lse_at | dlse_at) & 3
+        key = qkv_key, dout_key, out_key, lse_key, dlse_key, grads_key, bits, options
         plan = BACKWARD_PLANS.get(key)
     except (AttributeError, TypeError, RuntimeError):  # followed, not of this kind, or not hashable: checked below
         key = plan = None

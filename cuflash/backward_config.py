@@ -304,7 +304,7 @@ class BackwardRowsConfig(StreamConfig):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackwardDqConfig(BackwardRowsConfig):
-    """The last kernel of the backward pass, which reads the sums of dQ once; 16 rows for each warp."""
+    """The last kernel of the backward pass, if there is one: it reads the sums of dQ once; 16 rows for each warp."""
 
     family: ClassVar[str] = "backward_dq"
 

@@ -220,13 +220,19 @@ def problems_beside(forward: AttentionProblem, target: str) -> tuple[AttentionPr
     """The kernels of the gradients of a forward problem's calls, in order; ``target`` is that of the main one."""
     main = replace(forward, task="backward", scale_first=False, short=False, arch=target)
     rows = replace(main, task="backward_rows", mask="full")
+    if target in TMA_TARGETS.values():  # arrays that TMA can take, so that the main kernel makes dQ as well
+        return rows, main
     return rows, main, replace(rows, task="backward_dq", head_dim_v=main.head_dim)
 
 
 def shipped_problems(arch: str) -> Iterator[AttentionProblem]:
-    """What ``cuflash compile --all`` builds for a target: its main kernel under each mask, and the two beside it."""
+    """What ``cuflash compile --all`` builds for a target: its main kernel under each mask, and those beside it.
+
+    Hopper's main kernels make dQ themselves where accesses are whole, and others are not shipped for them.
+    """
     forms = [(dims, dtype, 16) for dims, dtype in product(SHIPPED_HEAD_DIMS, DTYPES)]
-    if arch not in TMA_TARGETS.values():
+    makes_dq = arch in TMA_TARGETS.values()
+    if not makes_dq:
         forms += [((d, d), "bfloat16", access_bytes) for d, access_bytes in product((64, 128, 256), (8, 4, 2))]
     last = set()
     for (d, dv), dtype, access_bytes in forms:
@@ -235,4 +241,4 @@ def shipped_problems(arch: str) -> Iterator[AttentionProblem]:
         yield replace(base, mask="causal")
         yield replace(base, task="backward_rows")
         last.add(replace(base, task="backward_dq", head_dim_v=d))
-    yield from sorted(last, key=repr)
+    yield from () if makes_dq else sorted(last, key=repr)

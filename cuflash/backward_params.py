@@ -68,7 +68,7 @@ _WORKSPACE = (
     Field("rows", POINTER, "row constants"),
     Field("dq_sums", POINTER, ""),
     Field("turns", POINTER, "null: dQ is summed in any order"),
-    Field("counts", POINTER, "of tiles: that have been taken; that have been joined; that have cleared sums"),
+    Field("counts", POINTER, "of tiles: taken; joined; that cleared sums; that added to them. Of pieces of dQ: taken"),
     Field("kv_sums", POINTER, "of dK and dV, where tiles share their keys"),
     Field("dq", POINTER, "null: a kernel of its own makes it of the sums"),
 )

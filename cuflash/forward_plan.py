@@ -41,7 +41,7 @@ class CallPlan:
     loaded : LoadedKernel or None
         None if nothing is launched.
     launches : tuple of (grid, packed parameters after those that follow from pointers)
-    backward : tuple of (alignment and option, check of the arrays, BackwardPlan)
+    backward : tuple of (alignments and option, check of the arrays, BackwardPlan)
         What `cuflash.torch` has found out for the backward passes of such calls, the latest last.
     """
 

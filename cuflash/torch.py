@@ -296,7 +296,7 @@ def _gradients_after(forward: CallPlan, dout: Tensor, saved: tuple[Tensor, ...],
     if dispatch_modes() or is_tracing() or forward_ad._current_level >= 0:
         return None
     q_at, k_at, v_at, dout_at, out_at, lse_at, _ = places
-    how = (q_at | k_at | v_at | dout_at | out_at) & 15, lse_at & 3, deterministic
+    how = (q_at | k_at | v_at | dout_at) & 15, out_at & 15, lse_at & 3, deterministic  # as in `backward.gradients`
     arrays = dout, q, k, v, out, lse, None
     options = *options[:3], deterministic
     for known, fits, plan in forward.backward:

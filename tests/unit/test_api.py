@@ -548,7 +548,8 @@ def test_warmup_of_common_gradients(gpu: FakeGpu) -> None:
     """What calls of common problems need afterwards is there; kernels that know no mask come once."""
     symbols = cuflash.warmup(configs="common", backward=True)
     assert len(set(symbols)) == len(symbols) == len(gpu.compiled)
-    assert [sum(stem in symbol for symbol in symbols) for stem in ("_bwd_rows_", "_bwd_dq_")] == [4, 4]
+    hopper = gpu.capability == (9, 0)  # whose main kernels make dQ as well
+    assert [sum(stem in symbol for symbol in symbols) for stem in ("_bwd_rows_", "_bwd_dq_")] == [4, 0 if hopper else 4]
     arrays = [gpu.array(x) for x in draw(17, (20, 20), dims=(64, 64), dtype="float16")]
     assert set(cuflash.warmup(*arrays, causal=True, backward=True)) <= set(symbols)
 

@@ -100,6 +100,21 @@ def test_dq_that_cannot_be_written_in_whole_accesses_has_a_kernel_of_its_own(gpu
         assert_gradients(host, Backward(*(arrays[name] for name in NAMES)))
 
 
+@pytest.mark.parametrize("second", ["q", "k", "v", "dout", "dk", "dv"])
+@pytest.mark.parametrize("first", ["out", "dq"])
+def test_what_tma_moves_is_told_from_what_it_does_not(gpu: FakeGpu, first: str, second: str) -> None:
+    """Calls of one layout in which another array lies 8 bytes beyond a multiple of 16, in both orders."""
+    arrays = draw()
+    for name in (first, second, first):
+        given = {key: misplaced(gpu, x, 8 * (key == name)) for key, x in arrays.items()}
+        like = {f"d{key}": poisoned(arrays[key].shape, np.dtype(np.float16)) for key in "qkv"}
+        grads = [misplaced(gpu, x, 8 * (key == name)) for key, x in like.items()]
+        cuflash.attention_backward(**given, layout="bhsd", grads=tuple(grads))
+        assert gpu.launches[-2].loaded.config.family == ("backward_sm90" if name == first else "backward_sm80")
+        host = tuple(np.ascontiguousarray(gpu.host(grad)) for grad in grads)
+        assert_gradients(host, Backward(*(arrays[key] for key in NAMES)))
+
+
 @pytest.mark.parametrize(
     ("heads", "dims", "family"),
     [

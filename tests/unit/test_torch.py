@@ -252,9 +252,13 @@ def test_one_look_at_three_sees_what_three_looks_see(monkeypatch: pytest.MonkeyP
                     look()
 
 
-@pytest.mark.parametrize("make", [None, lambda *x, **sizes: Anything()], ids=["none", "careless"])
+@pytest.mark.parametrize(
+    "make",
+    [None, lambda *x, **sizes: Anything(), lambda *x: Anything(), lambda *x, **sizes: object()],
+    ids=["none", "careless", "other arguments", "another method"],
+)
 def test_without_a_check_of_torch_that_can_be_trusted(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, make: Any) -> None:
-    """A build without one, or with one that takes anything: nothing is known by it, and all is right."""
+    """A build without one, or with one that takes anything or is another: nothing is known by it, and all is right."""
     from cuflash.arrays import torch_arrays
 
     monkeypatch.setattr(torch._C._dynamo.guards, "TensorGuards", make)
