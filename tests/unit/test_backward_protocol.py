@@ -68,6 +68,8 @@ from tests.unit.protocol import (
     writing,
 )
 
+pytestmark = pytest.mark.slow
+
 ADDERS = 2
 
 

@@ -58,6 +58,8 @@ from tests.unit.protocol import (
     writing,
 )
 
+pytestmark = pytest.mark.slow
+
 STAGES_Q, STAGES_DOUT = 3, 2
 
 

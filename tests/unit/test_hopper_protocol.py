@@ -41,6 +41,8 @@ from tests.unit.protocol import (
     load,
 )
 
+pytestmark = pytest.mark.slow
+
 # --- the kernel ------------------------------------------------------------------------------------------------
 
 
