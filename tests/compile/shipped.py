@@ -19,9 +19,9 @@ def every_problem() -> list[AttentionProblem]:
 
 
 def pairs(problem: AttentionProblem) -> set[tuple[int, object, int, object]]:
-    """Every two choices of a problem together, the two head dims counting as one."""
+    """Every two choices of a problem together, the two head dims counting as one; its kernel family is one, too."""
     head_dim, head_dim_v, *rest = astuple(problem)
-    choices = ((head_dim, head_dim_v), *rest)
+    choices = ((head_dim, head_dim_v), kernels.select_config(problem).family, *rest)
     return {(i, choices[i], j, choices[j]) for i, j in combinations(range(len(choices)), 2)}
 
 
