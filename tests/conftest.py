@@ -14,6 +14,7 @@ from functools import lru_cache
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 GPU_SECONDS = 120
 """A GPU test that runs longer hangs; ``@pytest.mark.gpu(timeout=...)`` allows another time."""
@@ -57,6 +58,9 @@ def family_asked_for(config: pytest.Config) -> AbstractContextManager[None]:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # How long an example takes says something about the machine alone.
+    settings.register_profile("cuflash", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("cuflash")
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # else JAX takes most of the GPU's memory
     config.stash[_stderr] = os.dup(2)  # before pytest captures it
 

@@ -116,7 +116,7 @@ def test_empty(lengths: tuple[int, int]) -> None:
     assert not backward(case, {**case.arguments(), **case.gradients()}).plan.launches
 
 
-@settings(max_examples=10, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=10, suppress_health_check=list(HealthCheck))
 @given(
     st.tuples(st.integers(1, 150), st.integers(1, 150)),
     st.sampled_from([(1, 1), (2, 2), (3, 1), (4, 2)]),

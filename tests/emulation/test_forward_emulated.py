@@ -286,14 +286,14 @@ def calls(draw: st.DrawFn) -> Case:
     )
 
 
-@settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck), print_blob=True)
+@settings(max_examples=20, suppress_health_check=list(HealthCheck), print_blob=True)
 @given(calls())
 def test_any_call(case: Case) -> None:
     check(case)
 
 
 @pytest.mark.slow
-@settings(max_examples=500, deadline=None, suppress_health_check=list(HealthCheck), print_blob=True)
+@settings(max_examples=500, suppress_health_check=list(HealthCheck), print_blob=True)
 @given(calls())
 def test_many_calls(case: Case) -> None:
     check(case)

@@ -230,7 +230,7 @@ def test_what_is_no_scale_becomes_nan(bad: float) -> None:
     steps=st.tuples(*[st.sampled_from([1, 1, 2])] * 3),
     scales=st.tuples(*[st.sampled_from([None, 3.5, "0", "2", "3"])] * 3),
 )
-@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=40, suppress_health_check=list(HealthCheck))
 def test_anything(random: int, **options: Any) -> None:
     check(Case(**options), random)
 

@@ -96,7 +96,7 @@ def _problem(case: QuantizeCase) -> Any:
     exponent=st.integers(-140, 110),
     specials=st.lists(st.sampled_from([0.0, -0.0, np.inf, -np.inf, np.nan, -np.nan, 1e-40, 3e38]), max_size=5),
 )
-@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=40, suppress_health_check=list(HealthCheck))
 def test_anything(
     random: int,
     lengths: tuple[int, int],

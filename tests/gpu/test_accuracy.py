@@ -118,7 +118,7 @@ SHAPES = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(
     shape=SHAPES,
     causal=st.sampled_from(CAUSAL),

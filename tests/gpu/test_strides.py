@@ -116,7 +116,7 @@ def test_both_layouts_are_one(causal: bool) -> None:
     assert_same_bits(lse2, lse)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     steps=st.tuples(*[st.tuples(*[st.sampled_from([1, 1, 2, -1, 3])] * 3, st.sampled_from([1, 1, 1, -1, 2]))] * 3),
     lead=st.integers(0, 9),

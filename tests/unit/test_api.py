@@ -98,7 +98,7 @@ def test_layouts_need_no_copies(gpu: FakeGpu) -> None:
     assert steps == [4 * 16, 16]
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(data=st.data())
 def test_any_strides(gpu: FakeGpu, data: st.DataObject) -> None:
     """B-049, B-050, B-052, B-053, B-055: every array has strides, signs, gaps and an alignment of its own."""
@@ -286,7 +286,7 @@ def coverage(gpu: FakeGpu) -> dict[tuple[int, int], int]:
     return seen
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(
     batch=st.integers(1, 5), heads_k=st.integers(1, 5), group=st.integers(1, 7), causal=st.booleans(),
     lengths=st.tuples(st.integers(1, 700), st.integers(1, 200_000)),

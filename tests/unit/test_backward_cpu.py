@@ -80,7 +80,7 @@ def test_every_tile_edge(tiles, dtype, causal, lengths):
     scale=st.none() | st.floats(-2, 2),
     dlse=st.booleans(),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_fresh_shapes(seed, lengths, group, kv_heads, dims, causal, dtype, scale, dlse):
     """B-052, B-067, B-104, B-106: groups of 3, 5 and 7, any head dims, with and without a mask."""
     with pytest.MonkeyPatch.context() as patch:
@@ -299,7 +299,7 @@ layouts = st.tuples(st.permutations(range(4)), st.tuples(*[st.integers(1, 3)] * 
 
 
 @given(layouts=st.lists(layouts, min_size=10, max_size=10), dtype=st.sampled_from(sorted(DTYPES)))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_any_strides(layouts, dtype):
     """B-032, B-049, B-050, B-052: each array in a layout of its own, NaN in the gaps and in what is to be written."""
     call = draw(17, (11, 13), (6, 2), dtype=dtype, causal="bottom_right")

@@ -279,7 +279,7 @@ def test_out_of_any_layout_gets_the_same_result(dtype):
     causal=st.sampled_from(CAUSAL),
     scale=st.none() | st.floats(-3, 3),
 )
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_fresh_calls(seed, lengths, heads, dims, dtype, causal, scale):
     q, k, v = draw(seed, lengths, (heads[0] * heads[1], heads[1]), dims, dtype, batch=2)
     check(q, k, v, causal, scale)

@@ -413,7 +413,7 @@ def test_streams_are_bounded_and_leave_some_for_captures(
     assert capture_many(cuda, owners, 1) != [NO_COUNTER]
 
 
-@settings(deadline=None, max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(steps=st.lists(st.tuples(st.sampled_from(["run", "capture", "renew", "busy", "fail"]), st.integers(0, 5))))
 def test_no_history_makes_two_owners_meet(steps: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch) -> None:
     """Arrays of four counters, and `Owners` as the judge."""

@@ -64,7 +64,7 @@ def test_errors_are_no_larger_than_those_of_dense_attention(dtype, causal):
     dtype=st.sampled_from(sorted(DTYPES)),
     scale=st.floats(-2, 2),
 )
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_fresh_shapes(seed, lengths, group, kv_heads, dims, causal, dtype, scale):
     """B-067, B-068: groups of 3, 5 and 7; Dv != D (B-103); scales of both signs."""
     q, k, v = draw(seed, lengths, (group * kv_heads, kv_heads), dims, dtype)
@@ -81,7 +81,7 @@ layouts = st.tuples(st.permutations(range(4)), st.tuples(*[st.integers(1, 3)] * 
 
 
 @given(q_layout=layouts, k_layout=layouts, v_layout=layouts, out_layout=layouts, dtype=st.sampled_from(sorted(DTYPES)))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_any_strides(q_layout, k_layout, v_layout, out_layout, dtype):
     """B-050, B-052, B-053, B-055, B-056: each array in a layout of its own, NaN in the gaps."""
     q, k, v = draw(3, (11, 13), (6, 2), dtype=dtype)

@@ -143,7 +143,6 @@ BLOCK_M = st.sampled_from([64, 128, 256])
 
 
 @given(st.sampled_from(BLOCK_N), st.integers(1, 700), st.integers(1, 700), st.integers(0, 5), BLOCK_M)
-@settings(deadline=None)
 def test_masks_of_any_size(
     device: ctypes.CDLL, block_n: int, seqlen_q: int, seqlen_k: int, tile: int, block_m: int
 ) -> None:
@@ -155,7 +154,6 @@ LENGTHS = st.one_of(st.integers(1, MAX_LENGTH - 1), st.integers(MAX_LENGTH - 300
 
 
 @given(LENGTHS, LENGTHS, st.sampled_from(BLOCK_N), BLOCK_M, st.data())
-@settings(deadline=None)
 def test_masks_of_huge_lengths(
     device: ctypes.CDLL, seqlen_q: int, seqlen_k: int, block_n: int, block_m: int, data: st.DataObject
 ) -> None:
@@ -189,7 +187,6 @@ def tile_of(
 
 
 @given(st.integers(1, 5), st.integers(1, 4), st.integers(1, 7), st.integers(1, 1500), st.integers(0, 10**7), MASKS)
-@settings(deadline=None)
 def test_every_tile_is_worked_on_once(
     device: ctypes.CDLL, batch: int, kv_heads: int, group: int, seqlen_q: int, seqlen_k: int, mask: str
 ) -> None:
@@ -216,7 +213,6 @@ SIZES = st.sampled_from([1, 16, 132])  # multiprocessors: the fewer, the smaller
 @given(
     st.integers(1, 5), st.integers(1, 4), st.integers(1, 7), st.integers(1, 1500), st.integers(0, 10**7), MASKS, SIZES
 )
-@settings(deadline=None)
 def test_a_persistent_kernel_takes_the_tiles_in_the_order_of_the_grid(
     device: ctypes.CDLL, batch: int, kv_heads: int, group: int, seqlen_q: int, seqlen_k: int, mask: str, size: int
 ) -> None:
@@ -263,7 +259,7 @@ def test_more_query_tiles_than_a_grid_has(seqlen_q: int) -> None:
 
 
 @given(st.integers(1, 2**31 - 1), st.integers(0, 2**31 - 1))
-@settings(deadline=None, max_examples=500)
+@settings(max_examples=500)
 def test_division(device: ctypes.CDLL, divisor: int, n: int) -> None:
     by = FastDiv(*fast_div(divisor))
     for value in {n, 0, divisor - 1, divisor, n // divisor * divisor, max(0, n // divisor * divisor - 1), 2**31 - 1}:

@@ -81,7 +81,7 @@ def test_scales(axes: tuple[Any, Any, Any], layout: str, causal: Any) -> None:
     causal=st.sampled_from(CAUSAL),
     step=st.sampled_from([1, -1, 2]),
 )
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_anything(
     seed: int, lengths: Any, heads: Any, dims: Any, forms: Any, axes: Any, causal: Any, step: int
 ) -> None:

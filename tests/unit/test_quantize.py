@@ -184,7 +184,7 @@ def test_strides_do_not_matter() -> None:
     center=st.booleans(),
     specials=st.lists(st.sampled_from([0.0, -0.0, np.inf, -np.inf, np.nan, 1e-45, -1e-39, 3e38]), max_size=6),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_anything(
     seed: int,
     length: int,
@@ -328,7 +328,7 @@ def test_outliers_are_exact_and_cost_their_tile_alone() -> None:
 
 
 @given(seed=st.integers(0, 2**32 - 1), dim=st.integers(1, 130), role=st.sampled_from("qkv"), hadamard=st.booleans())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_round_trip(seed: int, dim: int, role: str, hadamard: bool) -> None:
     """A code is within half a step of its value: 2^-4 of it, or 2^-10 scales below the normal range.
 

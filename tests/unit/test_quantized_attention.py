@@ -76,7 +76,7 @@ def test_every_operand_has_a_format_of_its_own() -> None:
     hadamard=st.booleans(),
     in_rows=st.booleans(),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_fresh_shapes(
     seed: int,
     lengths: tuple[int, int],

@@ -53,7 +53,7 @@ def test_lengths_around_tiles(config, causal, dtype):
     scale=st.floats(-1, 1).filter(lambda x: x == 0 or abs(x) > 1e-6),
     config=st.sampled_from([SMALL, HOPPER, EXACT]),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_fresh_values(seed, lengths, causal, dtype, size, scale, config):
     q, k, v = draw(seed, lengths, (3, 1), dtype=dtype, size=size)
     check(q, k, v, causal, scale, config, scale_first=scale <= 0)

@@ -244,7 +244,7 @@ def test_layouts_are_strides(gpu: FakeGpu) -> None:
     assert made.extents == (64, 300, 6, 2) and made.strides == (128, 300 * 128, 6 * 300 * 128)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     batch=st.integers(1, 5), heads_k=st.integers(1, 5), group=st.integers(1, 7), causal=st.booleans(),
     lengths=st.tuples(st.integers(1, 700), st.integers(1, 200_000)), multiprocessors=st.integers(1, 200),
