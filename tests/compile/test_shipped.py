@@ -45,21 +45,24 @@ KINDS = {"problem": KernelConfig, "hopper_problem": Sm90Config | HopperConfig, "
 """Fixtures, and the kernels that each is."""
 
 
+def asked_for(config: pytest.Config) -> list[AttentionProblem]:
+    problems = every_problem()
+    return problems if config.getoption("--all-kernels", default=False) else pairwise(problems)
+
+
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     for name in KINDS.keys() & set(metafunc.fixturenames):
-        problems = every_problem()
-        if not metafunc.config.getoption("--all-kernels", default=False):
-            problems = pairwise(problems)
-        problems = [p for p in problems if isinstance(kernels.select_config(p), KINDS[name])]
+        problems = [p for p in asked_for(metafunc.config) if isinstance(kernels.select_config(p), KINDS[name])]
         metafunc.parametrize(name, problems, ids=label)
 
 
 @pytest.fixture(scope="session")
 def compilations(request):
-    """Compiles the problems of all selected tests, two at a time; results come as they are asked for."""
+    """Compiles what the selected tests take, or what was asked for if none takes any; one kernel a core at a time."""
     require_nvrtc()
     calls = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
-    problems = dict.fromkeys(params[name] for params in calls for name in KINDS if name in params)
+    named = dict.fromkeys(params[name] for params in calls for name in KINDS if name in params)
+    problems = named or asked_for(request.config)
     workers = min(os.cpu_count() or 1, 8)
     pool = ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn"))
     futures: dict[AttentionProblem, Future[Compiled]] = {p: pool.submit(compile_shipped, p) for p in problems}
@@ -118,7 +121,7 @@ def test_a_kernel_for_codes_multiplies_what_its_config_says(fp8_problem, compila
 
 @pytest.mark.compile
 def test_no_kernel_takes_long_to_compile(compilations):
-    """Those that seemed to, two at a time, are compiled again when no other is."""
+    """Those that seemed to, beside others, are compiled again alone."""
     seconds = {problem: future.result().seconds for problem, future in compilations.items()}
     limits = {p: BACKWARD_SECONDS if p.task == "backward" else FORWARD_SECONDS for p in seconds}
     suspects = [problem for problem in seconds if seconds[problem] > limits[problem]]
