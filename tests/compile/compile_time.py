@@ -1,8 +1,8 @@
 """How long a kernel takes to compile, in CPU seconds of a core that nothing else slows down.
 
 The second thread of a shared core, or a neighbour's virtual machine, makes the same work take up to twice the CPU
-time, for minutes at a time. So a text that never changes is compiled before and after a kernel, and as many times as
-that takes longer than on a core of its own, so many times is the kernel's time taken to be longer.
+time, for minutes at a time. So a text that never changes is compiled before and after a kernel, and the kernel's time
+is divided by how many times as long as on a core of its own that took.
 """
 
 from __future__ import annotations

@@ -33,8 +33,8 @@ from tests.tiny import require_nvrtc
 WARP_REGISTERS = 256
 """Registers are handed out to warps in steps of this many."""
 FORWARD_SECONDS = 3.0
+"""CPU time that a kernel may take to compile, unless it is one of the backward pass."""
 BACKWARD_SECONDS = 5.0
-"""CPU time that a kernel may take to compile; what quantizes counts as forward pass."""
 BACKWARD_SPILL_BYTES = 64
 """What ptxas keeps of loop bounds and pointers of a backward kernel beside its products' registers."""
 BLOCK_RESERVE = 1024
