@@ -145,8 +145,6 @@ class BackwardSm90Config(_PersistentConfig):
         need a head dim of Q up to 64, for their registers.
     q_stages, dout_stages : int
         Buffers of Q and dO, at least 2: one is read while another is filled.
-    in_turns : bool
-        The consumers take turns on the tensor cores: exponentials of one hide behind the products of the other.
     """
 
     family: ClassVar[str] = "backward_sm90"
@@ -158,7 +156,6 @@ class BackwardSm90Config(_PersistentConfig):
     block_m: int
     q_stages: int
     dout_stages: int
-    in_turns: bool
 
     def __post_init__(self) -> None:
         if self.block_m not in (64, 128):
@@ -171,13 +168,12 @@ class BackwardSm90Config(_PersistentConfig):
 
     @property
     def label(self) -> str:
-        return f"m{self.block_m}n{self.block_n}s{self.q_stages}{self.dout_stages}{'p' * self.in_turns}"
+        return f"m{self.block_m}n{self.block_n}s{self.q_stages}{self.dout_stages}"
 
     @property
     def summary(self) -> str:
-        together = " in turns" if self.in_turns else ""
         return (
-            f"{self.block_m} queries x {self.block_n} keys, {self.consumers} consumer warpgroups{together}, "
+            f"{self.block_m} queries x {self.block_n} keys, {self.consumers} consumer warpgroups in turns, "
             f"{self.q_stages} Q and {self.dout_stages} dO buffers"
         )
 
@@ -189,8 +185,8 @@ class BackwardSm90Config(_PersistentConfig):
         """K, V (later dV), every stage's Q and dO, dS, each consumer's dQ (at last dK), row constants, mbarriers."""
         pitch_k, pitch_v = pitches(problem)
         dq = max(WARPGROUP_ROWS * self.dq_columns(problem) * 4, self.stored_keys * pitch_k)
-        # Numbers of work tiles, K and V, each stage of Q and dO, each buffer of dS: a pair; dK and dV of each consumer.
-        barriers = 2 * (self.work_stages + 2 + self.q_stages + self.dout_stages + self.ds_buffers) + 2 * self.consumers
+        # Pairs of them: numbers of work tiles, K and V, each stage of Q and dO; dK and dV of each consumer.
+        barriers = 2 * (self.work_stages + 2 + self.q_stages + self.dout_stages + self.consumers)
         return [
             ("k", self.block_n * pitch_k),
             ("v_and_dv", self.block_n * pitch_v),

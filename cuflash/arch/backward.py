@@ -100,24 +100,16 @@ def _hopper_row(
     block_m: int,
     *,
     stages: tuple[int, int],
-    in_turns: bool,
-    masks: tuple[Mask, ...] = MASKS,
     reason: str,
 ) -> Row[HopperConfig]:
     q_stages, dout_stages = stages
-    config = BackwardSm90Config(
-        block_m=block_m, q_stages=q_stages, dout_stages=dout_stages, in_turns=in_turns, reason=reason
-    )
-    return Row(("sm_90a",), head_dim, head_dim, masks, config)
+    config = BackwardSm90Config(block_m=block_m, q_stages=q_stages, dout_stages=dout_stages, reason=reason)
+    return Row(("sm_90a",), head_dim, head_dim, MASKS, config)
 
 
 HOPPER: tuple[Row[HopperConfig], ...] = (
-    _hopper_row(64, 128, stages=(2, 2), in_turns=False, masks=("full",),
-                reason="198 KiB; turns are worth nothing here, nor a third Q stage: -1 to 1 %"),
-    _hopper_row(64, 128, stages=(2, 2), in_turns=True, masks=("causal",),
-                reason="198 KiB; turns and a third Q stage within 1 %"),
-    _hopper_row(128, 64, stages=(3, 2), in_turns=True,
-                reason="214 KiB; turns were worth 5 to 8 %, 4 to 11 % under a causal mask, with a tile for each block"),
+    _hopper_row(64, 128, stages=(2, 2), reason="198 KiB; a third Q stage within 1 %"),
+    _hopper_row(128, 64, stages=(3, 2), reason="214 KiB; the third Q stage was worth 2 %, with a tile for each block"),
     Row(("sm_90a",), 256, 256, MASKS,
         BackwardWideConfig(reason="dK and dV of 128 keys need two blocks; 226 KiB; turns: -2 to -15 %")),
 )  # fmt: skip

@@ -12,8 +12,8 @@ DEVICE u32 operand(u32 base, u32 address, int chunk_bytes) { return opaque((base
 // Which of these pairs exist, counted from the thread's first key: how many keys there are, and the last one that its first query sees.
 struct KeysLeft { int keys, last; };
 
-// P = exp(S - LSE), times 2^kShift. None is above that: a rounded LSE of large magnitude must not make it so. `rows`: where the constants of the thread's
-// first query lie.
+// P = exp(S - LSE), times 2^kShift. None is above that: a rounded LSE of large magnitude must not make it so. Without a shift the sign alone sees to that, which
+// costs no instruction. `rows`: where the constants of the thread's first query lie.
 template <int kQueries, bool kMasked, bool kCausal, int kShift = 0>
 DEVICE void exponentials(float (&s)[kQueries / 2], u32 rows, float scale_log2, KeysLeft left) {
     #pragma unroll
@@ -23,7 +23,8 @@ DEVICE void exponentials(float (&s)[kQueries / 2], u32 rows, float scale_log2, K
         #pragma unroll
         for (int e = 0; e < 4; e++) {
             float& x = s[4 * i + e];
-            x = exp2_approx(min_nan_f32(fma_f32(x, scale_log2, kShift - lse[e & 1]), kShift));
+            if constexpr (kShift == 0) x = exp2_approx(-fabsf(fma_f32(x, scale_log2, -lse[e & 1])));
+            else x = exp2_approx(min_nan_f32(fma_f32(x, scale_log2, kShift - lse[e & 1]), kShift));
             const int key = 8 * (e / 2), query = 8 * i + (e & 1);
             if (kMasked && (key >= left.keys || (kCausal && key - query > left.last))) x = 0.f;
         }

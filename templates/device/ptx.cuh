@@ -106,8 +106,10 @@ DEVICE void red_add_fragment(float* fragment, int lane, const float* c) {
 }
 template <bool kVector>
 DEVICE void ld_global_fragment(float* c, const float* fragment, int lane) {
+    Chunk x;
+    if constexpr (kVector) x = ld_global<Chunk>(fragment + 4 * lane);   // one access, as of a float each the compiler makes four
     #pragma unroll
-    for (int e = 0; e < 4; e++) c[e] = kVector ? fragment[4 * lane + e] : fragment[32 * e + lane];
+    for (int e = 0; e < 4; e++) c[e] = kVector ? __int_as_float((int)x.word[e]) : fragment[32 * e + lane];
 }
 DEVICE int ld_acquire_gpu(const int* p) {
     int value;

@@ -47,7 +47,6 @@ from tests.unit.backward_protocol import (
     barriers,
     draw_call,
     entries,
-    in_pair,
     once,
     parts,
     reads,
@@ -75,7 +74,6 @@ ADDERS = 2
 
 @dataclass(frozen=True, kw_only=True)
 class NarrowCase(Case):
-    in_turns: bool
     waits_for_dk: bool
     q_stages: int
     dout_stages: int
@@ -91,8 +89,8 @@ class Kernel(Block):
         self.q_full, self.q_empty = barriers(case.q_stages, 1), barriers(case.q_stages, CONSUMERS)
         self.dout_full, self.dout_empty = barriers(case.dout_stages, 1), barriers(case.dout_stages, CONSUMERS)
         self.dv_staged, self.dk_staged = barriers(CONSUMERS, WARPS), barriers(CONSUMERS, WARPS)
-        self.ds_full, self.ds_empty = barriers(2, CONSUMERS * WARPS), barriers(2, CONSUMERS)
         self.consumers_turn = [self.named_barrier(WARPS) for _ in range(CONSUMERS)]
+        self.both_consumers = self.named_barrier(0, waiting=CONSUMERS * WARPS)
         self.staging_empty = [[self.named_barrier(1) for _ in range(CONSUMERS)] for _ in range(2)]
         self.staging_full = [[self.named_barrier(WARPS, waiting=1) for _ in range(CONSUMERS)] for _ in range(2)]
         self.k: list[object] = [None] * (CONSUMERS * WARPS)
@@ -313,12 +311,10 @@ class Consumer:
     # turns
 
     def take_turn(self) -> Process:
-        if self.case.in_turns:
-            yield self.kernel.consumers_turn[self.w].sync()
+        yield self.kernel.consumers_turn[self.w].sync()
 
     def pass_turn(self) -> None:
-        if self.case.in_turns:
-            self.kernel.consumers_turn[1 - self.w].arrive()
+        self.kernel.consumers_turn[1 - self.w].arrive()
 
     # products
 
@@ -372,23 +368,19 @@ class Consumer:
         yield from reading(reads(self.kernel.rows, self.query_tile(self.j), [self.q_at.index]))
 
     def step(self, first: bool, last: bool) -> Process:
-        kernel, i = self.kernel, self.step_index
-        at, before = in_pair(i), in_pair(i - 1)
-        buffer, other = at.index, before.index
+        kernel, buffer = self.kernel, self.step_index & 1
+        other = buffer ^ 1
         next_q, next_dout = self.q_at.next(), self.dout_at.next()
         yield from self.read_rows()
-        if self.fault != "dS written without waiting":
-            yield kernel.ds_empty[buffer].wait(in_pair(i - 2))
-        yield from self.store_ds(buffer)
-        if self.fault != "dS used without waiting":
-            yield kernel.ds_full[other].wait(before)
+        if self.fault == "dS written before the turn":
+            yield from self.store_ds(buffer)
         yield from self.take_turn()
         dq = self.multiply_dq(other, self.j - 1)
+        if self.fault != "dS written before the turn":
+            yield from self.store_ds(buffer)
         self.multiply_dv()
         self.multiply_dk()
         yield self.products.wait(self.warp, 2)
-        if not first or self.fault == "dS of a tile's first step given back twice":
-            self.arrive(kernel.ds_empty[other])
         if not first or self.fault == "nobody's dQ staged":
             yield from self.stage_dq(dq, other)
         if self.fault != "dO given back before dV is done":
@@ -403,14 +395,14 @@ class Consumer:
             if self.fault != "dO used without waiting":
                 yield kernel.dout_full[next_dout.index].wait(next_dout)
             self.multiply_dp(next_dout.index, self.j + 1)
+        if not last or self.w == 0 or self.fault == "the last turn passed on by both":
             self.pass_turn()
-            if not self.case.waits_for_dk:
-                yield from self.finish_dk(3 if self.fault == "Q given back before dK is done" else 2)
-        else:
-            if self.w == 0 or self.fault == "the last turn passed on by both":
-                self.pass_turn()
-            if self.fault != "no Q given back by a tile's last step":
-                yield from self.finish_dk(0)
+        if not first or self.fault == "nobody's dQ staged":
+            self.hand_over_dq(other)
+        if last and self.fault != "no Q given back by a tile's last step":
+            yield from self.finish_dk(0)
+        elif not last and not self.case.waits_for_dk:
+            yield from self.finish_dk(3 if self.fault == "Q given back before dK is done" else 2)
         self.q_at, self.dout_at = next_q, next_dout
         self.step_index += 1
         self.j += 1
@@ -424,18 +416,17 @@ class Consumer:
         self.arrive(self.kernel.q_empty[self.q_at.index])
 
     def last_dq(self) -> Process:
-        kernel, last = self.kernel, in_pair(self.step_index - 1)
+        kernel, last = self.kernel, (self.step_index - 1) & 1
         if self.fault != "the last dS used without waiting":
-            yield kernel.ds_full[last.index].wait(last)
-        dq = self.multiply_dq(last.index, self.j - 1)
+            yield kernel.both_consumers.sync()
+        dq = self.multiply_dq(last, self.j - 1)
         if self.fault == "K given back before the last dQ is done":
             self.arrive(kernel.k_empty)
         yield self.products.wait(self.warp, 0)
-        if self.fault != "no dS given back by the last dQ":
-            self.arrive(kernel.ds_empty[last.index])
         if self.fault != "K given back before the last dQ is done":
             self.arrive(kernel.k_empty)
-        yield from self.stage_dq(dq, last.index)
+        yield from self.stage_dq(dq, last)
+        self.hand_over_dq(last)
 
     def arrive(self, empty: Barrier) -> None:
         if self.elected:
@@ -445,12 +436,13 @@ class Consumer:
 
     def store_ds(self, buffer: int) -> Process:
         yield from writing([(self.kernel.ds[buffer], self.part)], self.query_tile(self.j))
-        self.kernel.ds_full[buffer].arrive()
 
     def stage_dq(self, dq: object, parity: int) -> Process:
         if self.fault != "dQ staged without waiting":
             yield self.kernel.staging_empty[parity][self.w].sync()
         yield from writing([(self.kernel.staged, self.part)], dq)
+
+    def hand_over_dq(self, parity: int) -> None:
         self.kernel.staging_full[parity][self.w].arrive()
 
     # dK and dV
@@ -480,7 +472,6 @@ def draw_case(seed: int, fault: str) -> NarrowCase:
     draw = random.Random(seed)
     return NarrowCase(
         **draw_call(draw, 16, fault),
-        in_turns=draw.random() < 0.6,
         waits_for_dk=draw.random() < 0.4,
         q_stages=draw.choice((2, 2, 3)),
         dout_stages=draw.choice((2, 2, 3)),
@@ -523,11 +514,8 @@ FAULTS = SHARED_FAULTS | {
     "V used without waiting": (READ,),
     "Q used without waiting": (READ,),
     "dO used without waiting": (READ,),
-    "dS used without waiting": (READ,),
     "the last dS used without waiting": (READ,),
-    "dS written without waiting": (READ,),
-    "dS of a tile's first step given back twice": (OVERTAKEN,),
-    "no dS given back by the last dQ": ("deadlock",),
+    "dS written before the turn": (READ,),
     "no Q given back by a tile's last step": ("deadlock",),
     "Q given back before dK is done": (READ,),
     "dO given back before dV is done": (READ,),
@@ -570,23 +558,24 @@ DIGESTS = SHARED_DIGESTS | {
     "Storer.store": "87d4667b",
     "Consumer.run": "6399b09a",
     "Consumer.run_tile": "d71f49ed",
-    "Consumer.take_turn": "52a27c98",
-    "Consumer.pass_turn": "dae9afd2",
+    "Consumer.take_turn": "92ef2388",
+    "Consumer.pass_turn": "9bade3f3",
     "Consumer.multiply_s": "95841c75",
     "Consumer.multiply_dp": "a837ecf3",
     "Consumer.multiply_dq": "eb0becd9",
     "Consumer.multiply_dv": "4b9e6575",
     "Consumer.multiply_dk": "cf2ae5fb",
     "Consumer.first_scores": "b70be4c5",
-    "Consumer.step": "a561ca32",
+    "Consumer.step": "1051ad14",
     "Consumer.finish_dk": "156b797b",
-    "Consumer.last_dq": "2c0c28b9",
+    "Consumer.last_dq": "c052c3ec",
     "Consumer.differentiate": "39f292d9",
-    "Consumer.store_ds": "9c46f88e",
-    "Consumer.stage_dq": "215b5f33",
+    "Consumer.store_ds": "63fb80c7",
+    "Consumer.stage_dq": "2ddaef0c",
     "Consumer.epilogue": "6d80efaf",
     "Consumer.hand_over": "ac6d24a2",
     "Consumer.multiply_scores": "27eac82f",
+    "Consumer.hand_over_dq": "e8c18679",
 }
 
 
@@ -604,8 +593,7 @@ def test_the_barriers_are_those_that_were_modelled() -> None:
     assert arrivals(text) == {
         "k_full": "1", "k_empty": "kConsumers", "v_full": "1", "v_empty": "1", "landed": "1", "all_added": "2",
         "q_full": "1", "q_empty": "kConsumers", "dout_full": "1", "dout_empty": "kConsumers",
-        "ds_full": "4 * kConsumers", "ds_empty": "kConsumers", "work_full": "1", "work_empty": "kWorkReaders",
-        "dv_staged": "4", "dk_staged": "4",
+        "work_full": "1", "work_empty": "kWorkReaders", "dv_staged": "4", "dk_staged": "4",
     }  # fmt: skip
     assert "constexpr int kWorkReaders = 4 * kConsumers + 3;" in text and f"constexpr int kAdders = {ADDERS};" in text
     for line in (  # first positions, and a condition which names alone do not tell
@@ -627,4 +615,5 @@ def test_every_named_barrier_has_a_number_of_its_own() -> None:
         assert number
         pairs += [eval(number[1], {"parity": parity}) for parity in range(2)]
     numbers = [pair + w for pair in pairs for w in range(CONSUMERS)]
-    assert len(numbers) == len(set(numbers)) == 12 and min(numbers) > 0 and max(numbers) < 16
+    numbers += map(int, re.findall(r"constexpr int kBothConsumers = (\d+);", text))
+    assert len(numbers) == len(set(numbers)) == 13 and min(numbers) > 0 and max(numbers) < 16

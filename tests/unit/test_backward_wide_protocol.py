@@ -833,7 +833,7 @@ DIGESTS = SHARED_DIGESTS | {
     "Consumer.say_added": "d9bacfd7",
     "Consumer.end_additions": "1cd60a97",
     "FirstConsumer.run": "6399b09a",
-    "FirstConsumer.run_tile": "447699bd",
+    "FirstConsumer.run_tile": "13e51e3b",
     "FirstConsumer.scores": "fcec4749",
     "FirstConsumer.step": "7d5358bd",
     "FirstConsumer.multiply_dk": "8bbd2f78",
