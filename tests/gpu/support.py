@@ -19,7 +19,7 @@ import cuflash
 from cuflash import kernels
 from cuflash.arch import sm90
 from cuflash.config import KernelConfig
-from cuflash.problem import AttentionProblem
+from cuflash.problem import AttentionProblem, Task
 from tests.mutation import Mutation
 from tests.operands import shapes_of
 from tests.oracle import assert_accurate, assert_lse
@@ -143,11 +143,11 @@ def tile(d: int, dv: int, dtype: str, causal: object, access_bytes: int = 16) ->
     return config.block_m, config.block_n
 
 
-def require_hopper() -> None:
-    """Skips a test of Hopper kernels where calls take none: on other devices, and under ``--family forward_sm80``."""
+def require_hopper(task: Task = "forward") -> None:
+    """Skips a test of Hopper kernels where calls take none: on other devices, and under ``--family`` of others."""
     import pytest  # not for the scripts that this module serves, too
 
-    if kernels.device_targets(target())[-1] not in kernels.TMA_TARGETS.values():
+    if kernels.device_targets(target(), task=task)[-1] not in kernels.TMA_TARGETS.values():
         pytest.skip("GPU test: of Hopper kernels, which calls do not take in this run")
 
 

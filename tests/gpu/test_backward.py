@@ -25,6 +25,7 @@ from tests.gpu.support import (
     host_normal,
     numpy_dtype,
     poisoned,
+    require_hopper,
     spin,
     swap_layout,
     to_device,
@@ -255,6 +256,7 @@ def test_strides(form: str, d: int) -> None:
 @pytest.mark.parametrize("dims", [(64, 64), (128, 96), (192, 128), (256, 256), (72, 40)], ids=str)
 def test_dq_has_the_same_bits_by_the_main_kernel_or_the_last_one(dims: tuple[int, int], causal: bool) -> None:
     """Hopper's main kernels make it unless an array, here the output, cannot be moved 16 bytes at a time."""
+    require_hopper("backward")
     call = draw((300, 470), (4, 2), dims, causal=causal, dlse=True)
     by_main = check(call, deterministic=True)
     odd = {"out": _strided(call.arguments["out"], "odd")}
