@@ -190,9 +190,9 @@ def _families() -> list[str]:
     return [name for name in known if name.endswith("_sm80") or target() in kernels.TMA_TARGETS]
 
 
-def _calls() -> Iterator[tuple[str, tuple[Array, ...], dict[str, Any], Explanation]]:
+def _calls(families: list[str]) -> Iterator[tuple[str, tuple[Array, ...], dict[str, Any], Explanation]]:
     """Every call that its family takes, which is asked for meanwhile; the forward families take all of theirs."""
-    for family in _families():
+    for family in families:
         with kernels.use_family(family):
             for arrays, options in CALLS[family]():
                 about = _explain(family, arrays, options)
@@ -201,9 +201,9 @@ def _calls() -> Iterator[tuple[str, tuple[Array, ...], dict[str, Any], Explanati
                     yield family, arrays, options, about
 
 
-def _compile() -> None:
+def _compile(families: list[str]) -> None:
     wanted: set[AttentionProblem] = set()
-    for *_, about in _calls():
+    for *_, about in _calls(families):
         wanted |= {kernel.problem for kernel in about.kernels}
     settings = read_settings()
     assert settings.cache_dir is not None
@@ -215,9 +215,9 @@ def _compile() -> None:
     assert not failed, failed
 
 
-def _run() -> None:
+def _run(families: list[str]) -> None:
     calls: Counter[str] = Counter()
-    for family, arrays, options, _ in _calls():
+    for family, arrays, options, _ in _calls(families):
         for x in _attend(family, arrays, options):
             values = _values(x)
             assert np.isfinite(values).all() if x.ndim == 4 else not np.isnan(values).any(), (family, options)
@@ -236,11 +236,13 @@ def _values(x: Array) -> np.ndarray:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--compile", action="store_true")
+    parser.add_argument("families", nargs="*", metavar="family", help=f"of {', '.join(CALLS)}; all if none is named")
+    arguments = parser.parse_args()
+    if unknown := set(arguments.families) - CALLS.keys():
+        parser.error(f"{', '.join(sorted(unknown))}: families are {', '.join(CALLS)}")
     cp.cuda.set_allocator(None)
-    if parser.parse_args().compile:
-        _compile()
-    else:
-        _run()
+    run = _compile if arguments.compile else _run
+    run(arguments.families or _families())
 
 
 if __name__ == "__main__":
