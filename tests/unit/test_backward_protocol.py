@@ -180,7 +180,8 @@ class Adder:
                 if self.fault != "additions counted before they are made":
                     yield self.stores.wait()
                 self.grid.count_added(t)
-            all_added.arrive()
+            if self.kernel.case.turn_shift:
+                all_added.arrive()
         if self.fault != "additions not waited for at last":
             yield self.stores.wait()
 
@@ -549,7 +550,7 @@ DIGESTS = SHARED_DIGESTS | {
     "Loader.take": "3555b713",
     "Loader.load_tile": "1a3187a9",
     "Loader.load": "681b6a43",
-    "Adder.run": "0da164ea",
+    "Adder.run": "070a093d",
     "Adder.add": "8031b05d",
     "Adder.return_buffers": "a7c0e595",
     "Adder.add_staged": "ddb8a699",
