@@ -253,7 +253,8 @@ class Turns:
             if not block.adds:
                 self.work.done()
                 continue
-            if self.fault == "all said to be added beforehand":
+            waited_for, beforehand = block.case.turn_shift != 0, self.fault == "all said to be added beforehand"
+            if waited_for and beforehand:
                 of_all.receive_arrival(all_added.arrive)
             if block.case.deterministic:
                 yield from self.keep(t, block.tiles[t])
@@ -262,7 +263,7 @@ class Turns:
             yield from block.schedule.pause()  # nobody waits for the warp
             if block.case.converts:
                 self.grid.count_added(t)
-            if self.fault != "all said to be added beforehand":
+            if waited_for and not beforehand:
                 of_all.receive_arrival(all_added.arrive)
             self.work.done()
 
@@ -818,7 +819,7 @@ DIGESTS = SHARED_DIGESTS | {
     "Loader.take": "a272b82d",
     "Loader.load_tile": "a7742132",
     "Loader.load": "f6516255",
-    "Turns.run": "f7349285",
+    "Turns.run": "b1952098",
     "Turns.keep": "97a63952",
     "Turns.take": "932eeda1",
     "Turns.wait_for_additions": "fd1bfc41",
