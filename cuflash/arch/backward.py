@@ -108,8 +108,8 @@ def _hopper_row(
 
 
 HOPPER: tuple[Row[HopperConfig], ...] = (
-    _hopper_row(64, 128, stages=(2, 2), reason="198 KiB; a third Q stage within 1 %"),
-    _hopper_row(128, 64, stages=(3, 2), reason="214 KiB; the third Q stage was worth 2 %, with a tile for each block"),
+    _hopper_row(64, 128, stages=(2, 2), reason="198 KiB; a third Q stage: -3 to 1 %"),
+    _hopper_row(128, 64, stages=(3, 2), reason="214 KiB; with two Q stages -10 to -15 %"),
     Row(("sm_90a",), 256, 256, MASKS,
         BackwardWideConfig(reason="dK and dV of 128 keys need two blocks; 226 KiB; turns: -2 to -15 %")),
 )  # fmt: skip
