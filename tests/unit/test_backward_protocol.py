@@ -572,7 +572,7 @@ DIGESTS = SHARED_DIGESTS | {
     "Consumer.multiply_dv": "4b9e6575",
     "Consumer.multiply_dk": "cf2ae5fb",
     "Consumer.first_scores": "b70be4c5",
-    "Consumer.step": "1051ad14",
+    "Consumer.step": "79a9bc28",
     "Consumer.finish_dk": "156b797b",
     "Consumer.last_dq": "c052c3ec",
     "Consumer.differentiate": "39f292d9",
